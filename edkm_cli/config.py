@@ -57,6 +57,8 @@ def contradictions(config: Any) -> list[str]:
         found.append(f"lut_scale is for lut_dtype float8_e4m3fn, got {config.lut_dtype}; leave it out")
     if config.lut_dtype == "int8" and config.target is None:
         found.append("lut_dtype int8 is of targets gguf:q2_k to gguf:q6_k; give one of them in its place")
+    if (config.palette, config.lut_dtype, config.lut_scale) == ("affine", "float8_e4m3fn", None):
+        found.append("palette affine with lut_dtype float8_e4m3fn has no scale for offsets; use lut_dtype float16")
     found += table_faults(config.palette, config.bits, Granularity.parse(config.granularity), config.lut_dtype)
     if config.palette != FREE and (config.mode != "straight-through" or config.method != "edkm"):
         found.append(f"palette {config.palette} is for mode straight-through and method edkm; leave both out")
@@ -370,7 +372,7 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
     Raises UserError that lists all faults at once: unknown keys with what they may have meant, wrong types, bad values.
     """
     values = given_values(file, flags)
-    if flags.get("target_size") and flags.get("bits"):
+    if values.get("target_size") and flags.get("bits"):
         refuse(["target_size says how many bits there are on average; leave bits or target_size out"])
     if "overrides" in values:
         values["overrides"] = override_texts(values["overrides"])

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from edkm_cli.errors import PeerLost, UserError, named
+from edkm_cli.errors import PeerLost, UserError, explained, named
 
 T = TypeVar("T")
 
@@ -172,16 +172,13 @@ def open_world(device: str, *, sharding: str, timeout_minutes: int) -> World:
         return World(device=device)
     if device.startswith("cuda"):
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        torch.cuda.set_device(device)
+        with explained(f"each process of a node needs a GPU of its own, but {device} cannot be had", "; start fewer"):
+            torch.cuda.set_device(device)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
-        try:
+        rule = f"the {size} processes must find one another, but process {os.environ['RANK']} could not join"
+        with explained(rule, "; start them with torchrun or accelerate launch, and check MASTER_ADDR"):
             dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
-        except (RuntimeError, ValueError) as error:
-            raise UserError(
-                f"the {size} processes must find one another, but process {os.environ['RANK']} could not join "
-                f"({named(error)}); start them with torchrun or accelerate launch, and check MASTER_ADDR"
-            ) from error
     return World(dist.get_rank(), size, device, sharded)
 
 

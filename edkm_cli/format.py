@@ -60,7 +60,9 @@ class QuantizationSpec:
     embedding_rows: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        versions: tuple[int, ...] = (FORMAT_VERSION, SCALED_VERSION) if self.lut_dtype in LARGEST else (FORMAT_VERSION,)
+        versions: tuple[int, ...] = (
+            (FORMAT_VERSION, SCALED_VERSION) if str(self.lut_dtype) in LARGEST else (FORMAT_VERSION,)
+        )
         if self.palette != FREE or self.embedding_group is not None or self.module_bits:
             versions = (MIXED_VERSION if self.palette == FREE else PALETTE_VERSION,)
         versions = (EXPERTS_VERSION,) if self.split_experts or self.module_granularity else versions

@@ -20,7 +20,8 @@ from edkm_cli.runtime.palettized import PalettizedLinear
 @dataclass(frozen=True)
 class Manner:
     """How a model writes: the likeliest token each time, or with a `temperature` one at random by their probabilities, among
-    the likeliest of total probability `top_p`. `system` begins a conversation; `emit` gets the text as it comes."""
+    the likeliest of total probability `top_p` (and as many as its generation_config.json has for `top_k`, 50 without).
+    `system` begins a conversation; `emit` gets the text as it comes."""
 
     max_new_tokens: int
     temperature: float | None = None
@@ -50,7 +51,6 @@ def load_writer(
 
     Raises UserError for a model that cannot be had, or that has no chat template though `chat` asks for one.
     """
-    dispatch.forced_path()
     name, tokenizer = source.name, models.load_tokenizer(source)
     if chat and not tokenizer.chat_template:
         raise UserError(f"a conversation needs a chat template, but {name} has none; give a prompt without --chat")
@@ -65,12 +65,11 @@ def load_writer(
 
 
 class _Stream:
-    """What transformers hands new tokens to: decodes them and emits the text that is settled."""
+    """What transformers hands new tokens to: decodes them, after those of `ids`, and emits the text that is settled."""
 
-    def __init__(self, tokenizer: Any, emit: Callable[[str], None]):
-        self._tokenizer, self._emit = tokenizer, emit
-        self._prompt_seen, self._shown = False, ""
-        self._ids: list[int] = []
+    def __init__(self, tokenizer: Any, emit: Callable[[str], None], ids: list[int]):
+        self._tokenizer, self._emit, self._ids = tokenizer, emit, ids
+        self._prompt_seen, self._shown = False, tokenizer.decode(ids, skip_special_tokens=True)
 
     def put(self, value: Tensor) -> None:
         if not self._prompt_seen:  # the first call brings the prompt
@@ -94,8 +93,8 @@ class _Stream:
 _ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 
 
-def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner) -> tuple:
-    """(answer, new tokens, seconds)."""
+def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner, *, joined: bool = False) -> tuple:
+    """(answer, new tokens, seconds). `joined` to the prompt: some decoders drop a space where a text begins."""
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": manner.max_new_tokens, **_ONE_ANSWER}
 
     def numbers(_ids: Tensor, scores: Tensor) -> Tensor:
@@ -107,13 +106,15 @@ def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner) -> tuple:
     if manner.temperature is not None:
         options |= {"do_sample": True, "temperature": manner.temperature, "top_p": manner.top_p}
     start, length = time.perf_counter(), inputs["input_ids"].shape[1]
-    streamer = _Stream(writer.tokenizer, manner.emit)
+    last = inputs["input_ids"][0, -1:].tolist() if joined else []
+    before = writer.tokenizer.decode(last, skip_special_tokens=True)
+    streamer = _Stream(writer.tokenizer, manner.emit, [*last])
     try:
         written = writer.model.generate(**inputs, streamer=streamer, tokenizer=writer.tokenizer, **options)[0, length:]
     except (TypeError, ValueError) as error:
         raise UserError(f"{writer.name}: correct generation_config.json, which fails ({brief(error)})") from error
-    seconds = time.perf_counter() - start
-    return writer.tokenizer.decode(written, skip_special_tokens=True), len(written), seconds
+    seconds, text = time.perf_counter() - start, writer.tokenizer.decode([*last, *written], skip_special_tokens=True)
+    return text.removeprefix(before), len(written), seconds
 
 
 def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tensor]:
@@ -140,7 +141,7 @@ def generate_text(writer: Writer, prompt: str, manner: Manner, *, chat: bool) ->
     else:
         inputs = _encode(writer, prompt)
         manner.emit(prompt)
-    answer, tokens, seconds = _write(writer, inputs, manner)
+    answer, tokens, seconds = _write(writer, inputs, manner, joined=not chat)
     return _result(writer, tokens, seconds, prompt=prompt, text=answer if chat else prompt + answer)
 
 

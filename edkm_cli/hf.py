@@ -78,13 +78,6 @@ class EdkmQuantizer(HfQuantizer):
         model._weight_conversions = []
         return model
 
-    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """LUTs, scales and factors keep the dtype they are stored in, whatever `dtype` the model is loaded with."""
-        targets = getattr(converter, "target_patterns", None) or []
-        if any(str(target).endswith((".lut", ".scale", ".lut_scale", ".factors")) for target in targets):
-            return None
-        return super().get_new_dtype(converter, param, dtype)
-
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         name = str(dtype or "float32").removeprefix("torch.")  # a configuration may hold the dtype as text
         dequantize_model(model, getattr(torch, name))
@@ -200,9 +193,8 @@ def load_source(source: models.ModelSource, *, dequantize: bool, dtype: str, dev
         method = quantization_method(models.load_config(source, may_be_quantized=True))
         if method == QUANT_METHOD:
             # Decoded in float32 and rounded once.
-            model = load(source.location, dtype=torch.float32, trust_remote_code=source.trust_remote_code)
-            model.dequantize()
-            model.to(getattr(torch, dtype))
+            directory, trust = models.safetensors_directory(source), source.trust_remote_code
+            model = load(directory, dtype=torch.float32, trust_remote_code=trust).dequantize(getattr(torch, dtype))
             if source.splits:
                 split_experts(model)
             model.config._name_or_path, model.config.dtype = source.name, getattr(torch, dtype)

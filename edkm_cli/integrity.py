@@ -60,12 +60,7 @@ def stored_skeleton(directory: str | Path, *, trust_remote_code: bool = False) -
     spec = read_spec(directory)
     assert spec is not None
     config = read_config(Path(directory), trust_remote_code=trust_remote_code)
-    return as_stored(skeleton(config, spec, trust_remote_code=trust_remote_code), Path(directory))
-
-
-def as_stored(model: Any, directory: Path) -> Any:
-    """A model on the meta device, its tensors in the number formats of a directory's files."""
-    kinds = stored_dtypes(directory)
+    model, kinds = skeleton(config, spec, trust_remote_code=trust_remote_code), stored_dtypes(Path(directory))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         tensor.data = tensor.data.to(kinds.get(name, tensor.dtype))
     return model

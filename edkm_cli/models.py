@@ -336,7 +336,7 @@ def _keep_copy(part: Any, directory: Path) -> bool:
     try:
         part.save_pretrained(partial)
         os.rename(partial, directory)
-    except OSError:
+    except Exception:  # safetensors' own of a full disk is no OSError
         shutil.rmtree(partial, ignore_errors=True)
     return directory.is_dir()
 

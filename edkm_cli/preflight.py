@@ -15,7 +15,7 @@ from edkm_cli import data, models
 from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.config import CompressConfig, TrainingSettings, trains_whole_weights
 from edkm_cli.distributed import World
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, explained
 from edkm_cli.format import DENSE_BITS, QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity, table_numbers
 from edkm_cli.nn import allocation
@@ -23,6 +23,7 @@ from edkm_cli.nn.clustered import Clustering
 from edkm_cli.nn.hooks import decoder_layers, layers_form_a_chain
 from edkm_cli.nn.swap import Swap, check_geometry, fall_back, plan_swaps
 from edkm_cli.precision import multiplies_bfloat16
+from edkm_cli.runtime.dispatch import forced_path
 from edkm_cli.runtime.experts import is_expert
 from edkm_cli.settings import parse_bytes, part_of
 from edkm_cli.targets import check_model
@@ -266,18 +267,18 @@ def _require_divisible(config: CompressConfig, texts: Sequence[data.Source], swa
 
 
 def choose_device(device: str) -> str:
-    """`auto` is CUDA where there is one. Raises UserError for a device this machine lacks."""
+    """`auto` is CUDA where there is one. Raises UserError for a device this machine lacks, or a path of products (dispatch)
+    that is none."""
+    forced_path()
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise UserError(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}") from error
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+    with explained("--device must be auto, cpu, cuda or cuda:N"):
+        one = torch.device(device)
+    if one.type not in ("cpu", "cuda") or (one.type == "cuda" and (one.index or 0) >= torch.cuda.device_count()):
         raise UserError(f"--device must be one this machine has, but {device!r} is not available; use cpu or auto")
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)  # kernels are started on the current GPU, wherever their tensors are
-    return "cpu" if kind == "cpu" else device
+    return "cpu" if one.type == "cpu" else device
 
 
 def choose_dtype(dtype: str, device: str, *, master: bool = False) -> str:

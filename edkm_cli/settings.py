@@ -56,7 +56,7 @@ def cache_directory() -> Path:
 
 def token_cache_directory() -> Path:
     """$EDKM_TOKEN_CACHE; else `tokens/` in the cache directory."""
-    return Path(os.environ.get("EDKM_TOKEN_CACHE") or cache_directory() / "tokens")
+    return Path(os.environ.get("EDKM_TOKEN_CACHE") or cache_directory() / "tokens").expanduser()
 
 
 def ready_file(path: str | Path) -> Path:

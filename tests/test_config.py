@@ -3,6 +3,7 @@
 from dataclasses import fields
 
 import pytest
+import torch
 
 from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.data import parse_source
@@ -10,6 +11,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import Granularity
 from edkm_cli.preflight import choose_device
+from edkm_cli.runtime.dispatch import forced_path
 from edkm_cli.settings import configs_directory, read_yaml, setting_of
 
 
@@ -154,11 +156,32 @@ def test_a_file_gives_each_key_once_and_no_list_for_a_name(tmp_path):
     with pytest.raises(UserError, match=r"learning_rate must be at most 1e\+30"):
         build_config(None, {"learning_rate": 1e300})
     assert choose_device("cpu:0") == "cpu"
+    with pytest.raises(UserError, match="lut_dtype float8_e4m3fn has no scale for offsets; use lut_dtype float16"):
+        build_config(
+            None, {"model": "m", "palette": "affine", "granularity": "block:1x32", "lut_dtype": "float8_e4m3fn"}
+        )
+
+
+def test_a_gpu_that_is_not_there_is_refused_and_so_is_a_path_that_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(UserError, match="this machine has, but 'cuda:9' is not available"):
+        choose_device("cuda:9")
+    with pytest.raises(UserError, match="--device must be auto, cpu, cuda or cuda:N"):
+        choose_device("cuda:-1")
+    monkeypatch.setenv("EDKM_LUT_LINEAR", "fast")
+    forced_path.cache_clear()
+    with pytest.raises(UserError, match="EDKM_LUT_LINEAR must be one of"):
+        choose_device("cpu")
+    monkeypatch.undo()
+    forced_path.cache_clear()
 
 
 def test_a_size_and_bits_are_not_both_given(tmp_path):
     with pytest.raises(UserError, match="leave bits or target_size out"):
         build_config(None, {"model": "m", "bits": 4, "target_size": "64MB"})
     file = tmp_path / "c.yaml"
+    file.write_text("model: m\ntarget_size: 64MB\n")
+    with pytest.raises(UserError, match="leave bits or target_size out"):
+        build_config(file, {"bits": 4})
     file.write_text("model: m\nbits: 4\n")
     assert build_config(file, {"target_size": "64MB"}).target_size == "64MB"  # a flag stands above a file

@@ -125,7 +125,7 @@ def test_builtin_text_is_everywhere_and_split():
         ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "must be valid jsonl"),
         ("deep.jsonl", b"[" * 100_000, "must be valid jsonl"),
         ("bad.parquet", b"nonsense", "must be a parquet file"),
-        ("bad.arrow", b"nonsense", "must be a arrow file"),
+        ("bad.arrow", b"nonsense", "must be an Arrow file"),
         ("bad.jsonl.gz", b"nonsense", "damaged or incomplete"),
         ("bad.jsonl.zst", b"nonsense", "damaged or incomplete"),
     ],

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edkm_cli.data import Blocks
-from edkm_cli.data.blocks import best_fit, packed_layout, plain_layout
+from edkm_cli.data.blocks import _shares, best_fit, packed_layout, plain_layout
 from edkm_cli.data.encode import Counts, Encoded
 from edkm_cli.data.sources import DROP, SPLIT
 from edkm_cli.data.store import in_memory
@@ -78,10 +78,10 @@ def test_masked_tokens_have_no_label():
 
 
 def test_packed_sequences_restart_and_predict_within_documents_only():
-    blocks = Blocks(store([3, 6, 2, 4]), 8, seed=0, packing=True, padding=9)
+    blocks = Blocks(store([3, 6, 2, 4]), 8, seed=0, packing=True)
     rows = {tuple(row.ids[0].tolist()): row for row in (blocks.examples(i, 1) for i in range(len(blocks)))}
-    assert set(rows) == {(3, 4, 5, 6, 7, 8, 9, 10), (11, 12, 13, 14, 0, 1, 2, 9)}
-    first, second = rows[(3, 4, 5, 6, 7, 8, 9, 10)], rows[(11, 12, 13, 14, 0, 1, 2, 9)]
+    assert set(rows) == {(3, 4, 5, 6, 7, 8, 9, 10), (11, 12, 13, 14, 0, 1, 2, 0)}
+    first, second = rows[(3, 4, 5, 6, 7, 8, 9, 10)], rows[(11, 12, 13, 14, 0, 1, 2, 0)]
     assert first.positions.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1]]
     assert first.labels.tolist() == [[4, 5, 6, 7, 8, -1, 10, -1]]
     assert second.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
@@ -149,3 +149,16 @@ def test_packing_fills_sequences():
 @pytest.mark.parametrize("cut", [plain_layout, packed_layout])
 def test_nothing_makes_no_sequence(cut):
     assert len(cut(np.empty(0, np.int64), 8)) == 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "cycle", "shares"),
+    [
+        ((0.05, 0.475, 0.475), 16, [1, 8, 7]),  # what was raised to one gets nothing for its remainder
+        ((0.4996, 0.4996, 0.0008), 1000, [500, 499, 1]),
+        ((0.7, 0.2, 0.1), 10, [7, 2, 1]),
+        ((1, 1, 1), 1000, [334, 333, 333]),
+    ],
+)
+def test_shares_are_those_of_the_weights(weights, cycle, shares):
+    assert _shares(weights, cycle).tolist() == shares

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -148,6 +149,21 @@ def test_whether_a_hub_answers_is_told_at_once(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     assert not _answers()
+
+
+@pytest.mark.parametrize("streaming", [None, True, False])
+def test_a_small_set_is_read_whole_unless_it_is_streamed(hub, streaming, monkeypatch):
+    (hub / "data" / "more.jsonl").write_text(
+        "".join(json.dumps({"body": f"more {i}", "id": i}) + "\n" for i in range(9000))
+    )
+    (hub / "README.md").write_text(CARD.replace("data/train.jsonl", "data/more.jsonl"))
+    for name in ("owner/name:en", "small"):
+        source = replace(parse_source("owner/name:en"), name=name)
+        monkeypatch.setattr(splits, "ALPACA", "small")
+        options = TextSettings(data_column="body", streaming=streaming)
+        found = open_training_data([source], byte_tokenizer(), options=options, token_limit=100)
+        all_read = streaming is False or (streaming is None and name == "small")
+        assert (found.stores[0].counts.documents == 9000) == all_read
 
 
 def test_a_part_of_a_split_is_not_streamed(hub):

@@ -134,6 +134,13 @@ def test_a_call_of_a_tool_is_an_answer_and_its_result_is_not():
     assert second == "Yes.<end>\n"
 
 
+def test_an_empty_message_is_no_word_and_a_system_text_stands_beside_lists_too():
+    turns = [{"role": "system", "content": None}, TURNS[1], TURNS[2]]
+    assert "None" not in only({"messages": turns}, tokenizer=tokenizer()).text
+    record = {"system": "Be kind.", "prompt": [TURNS[1]], "completion": [TURNS[2]]}
+    assert only(record, tokenizer=tokenizer()).text.startswith("<|system|>\nBe kind.<end>\n<|user|>")
+
+
 def test_roles_of_sharegpt_are_those_of_templates():
     turns = zip(("SYSTEM", "Human", "function_call", "observation", "GPT"), "abcde", strict=True)
     record = {"conversations": [{"from": name, "value": value} for name, value in turns]}

@@ -41,6 +41,13 @@ def test_more_steps_take_longer_and_none_no_training(model_directory, tmp_path, 
     assert seconds[1000]["train"] > 10 * seconds[0]["export"]
 
 
+def test_settings_of_the_whole_model_do_not_stop_the_measurement(model_directory):
+    changes = {"text_tokens": 4000, "eval_every": 2, "keep_best": True, "skip": ("model.layers.1.*",)}
+    changes |= {"long_records": "drop", "max_perplexity_ratio": 1.0, "compare_dense": True}
+    plan = plan_run(CompressConfig(model=str(model_directory), steps=2, device="cpu", **SHORT, **changes), World())
+    assert seconds_by_phase(plan)["dense"] > 0
+
+
 def test_another_machine_cannot_be_timed(model_directory, capsys):
     config = CompressConfig(model=str(model_directory))
     with pytest.raises(UserError, match="--time measures one process on this machine"):

@@ -196,6 +196,14 @@ def test_limit_batches_and_examples_in_the_prompt(folder):
         model, tokenizer, load_tasks(EvalConfig(tasks="little_choices", task_path=str(folder), num_fewshot=2)), limit=5
     )
     assert again == shots  # the same examples are drawn
+    loaded = load_tasks(EvalConfig(tasks="little_choices", task_path=str(folder), num_fewshot=2))
+    assert [run_tasks(model, tokenizer, loaded, limit=5) for _ in range(2)] == [shots] * 2  # for a reference, too
+
+
+def test_tasks_that_run_code_are_refused_before_anything_is_measured(folder):
+    (folder / "coded.yaml").write_text(_WRITE.replace("little_answers", "coded") + "unsafe_code: true\n")
+    with pytest.raises(UserError, match="--tasks coded runs code that a model writes"):
+        load_tasks(EvalConfig(tasks="coded", task_path=str(folder)))
 
 
 def test_a_local_file_comes_before_the_harness_s_own_task(folder):

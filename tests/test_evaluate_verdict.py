@@ -13,6 +13,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.evaluate.layers import compare_layers, record_layers
 from edkm_cli.evaluate.perplexity import by_position, distribution, perplexity
+from edkm_cli.evaluate.reference import Recorder
 from edkm_cli.evaluate.writing import compare_writing, prompts, write
 from edkm_cli.report.verdict import verdict_page
 from families import family
@@ -262,3 +263,34 @@ def test_another_length_in_the_configuration_and_many_windows_stop_no_comparison
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["texts"][0]["kl_per_token"] == pytest.approx(0, abs=1e-6)
     assert result["decoder_bits_per_weight"] == 32
+
+
+def test_the_noise_floor_is_that_of_the_model_as_it_is_loaded_in_the_other_format(
+    model_directory, text_file, monkeypatch
+):
+    """Frequencies of rotary embeddings are computed in float32 there."""
+    seen = {}
+
+    def spy(model, *arguments, description, **options):
+        seen[description] = model.dtype, model.model.rotary_emb.inv_freq.dtype
+        return perplexity(model, *arguments, description=description, **options)
+
+    monkeypatch.setattr("edkm_cli.evaluate.verdict.perplexity", spy)
+    command = ("eval", model_directory, "--reference", model_directory, "--data", text_file, *MEASURE)
+    assert run(*command, "--prompts", 0)[0] == 0
+    assert seen["noise floor"] == (torch.bfloat16, torch.float32)
+
+
+def test_a_disk_that_is_full_is_told_at_the_first_window(model_directory, text_file, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("edkm_cli.evaluate.reference.save_tensors", full)
+    command = ("eval", model_directory, "--reference", model_directory, "--data", text_file, *MEASURE)
+    windows = []
+    original = Recorder.see
+    monkeypatch.setattr(Recorder, "see", lambda *arguments: (windows.append(1), original(*arguments)))
+    status, _, err = run(*command, "--prompts", 0)
+    assert status == 2
+    assert "predictions could not be kept on disk" in err
+    assert len(windows) == 1

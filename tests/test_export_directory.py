@@ -134,6 +134,12 @@ def test_what_comes_into_the_way_during_the_run_stays(tmp_path):
         output.commit()
     assert (tmp_path / "out").read_text() == "precious"
     (tmp_path / "out").unlink()
+    committed(tmp_path / "other")
+    os.rename(tmp_path / "other", tmp_path / "out")  # a result, but not one that this run was told to overwrite
+    with pytest.raises(UserError, match="is not empty any more; move it away"):
+        output.commit()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    os.rename(tmp_path / "out", tmp_path / "other")
     output.discard()
     with pytest.raises(UserError, match="was removed"):
         output.commit()
@@ -154,3 +160,13 @@ def test_a_lock_that_cannot_be_had_is_not_done_without(tmp_path, monkeypatch):
     refuse(errno.EACCES)
     with pytest.raises(PermissionError):
         lock.acquire()
+
+
+def test_on_a_file_system_without_locks_a_run_begins(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    for _ in range(2):
+        with OutputDirectory(tmp_path / "out"):
+            pass

@@ -63,6 +63,7 @@ def test_a_spec_survives_its_mapping():
         ({"format_version": 3, "module_bits": {"a": 9}}, "module_bits must map"),
         ({"format_version": 3, "module_bits": ["a"]}, "module_bits must map"),
         ({"extra": 1}, "unknown keys"),
+        ({"lut_dtype": ["float16"]}, "lut_dtype must be one of"),
         ({"quant_method": "gptq"}, "quant_method"),
     ],
 )

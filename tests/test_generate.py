@@ -1,7 +1,11 @@
 """`edkm generate`: the pieces are what the model says, packed or dense; conversations keep their turns."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from edkm_cli.errors import UserError
 from edkm_cli.generate import Manner, converse, generate_text, load_writer
@@ -108,3 +112,16 @@ def test_logits_that_are_no_numbers_are_refused(checkpoint, temperature):
 def test_bytes_that_are_no_text_are_refused(checkpoint, chat):
     with pytest.raises(UserError, match="a prompt must be text"):
         generate_text(writer_of(checkpoint), "\udcff\udcfe", Manner(5), chat=chat)
+
+
+def test_a_word_that_follows_the_prompt_keeps_its_space(checkpoint):
+    """LLaMA's decoder takes the space off a text's first word."""
+    writer, words = writer_of(checkpoint), {f"\u2581w{number}": number for number in range(257)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="\u2581w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    writer, pieces = replace(writer, tokenizer=PreTrainedTokenizerFast(tokenizer_object=tokenizer)), []
+    text = generate_text(writer, "w1 w2", Manner(5, emit=pieces.append), chat=False)["text"]
+    assert text == "".join(pieces)
+    assert len(text.split(" ")) == 7
+    assert text.startswith("w1 w2 w")

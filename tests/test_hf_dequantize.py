@@ -123,6 +123,9 @@ def test_a_block_at_the_edge_may_be_smaller_and_scales_of_other_blocks_are_refus
     for block in ([2, 4], None):
         with pytest.raises(UserError, match="w must have a scale for each block"):
             from_fp8("w", weight, scale, block=block)
+    for block in ([4], [0, 4], ["4", "4"], [4.0, 4.0], 4, {"a": 1}):
+        with pytest.raises(UserError, match="weight_block_size must be two positive numbers"):
+            from_fp8("w", weight, scale, block=block)
     blocks, scales = torch.zeros(3, 2, 16, dtype=torch.uint8), torch.zeros(3, 1, dtype=torch.uint8)
     with pytest.raises(UserError, match="w must have a byte of scale for each block"):
         from_mxfp4("w", blocks, scales)
@@ -180,3 +183,13 @@ def test_a_model_that_is_divided_is_not_decoded(tmp_path):
     own(tmp_path)
     with pytest.raises(UserError, match="--sharding full"):
         plan_run(CompressConfig(model=str(tmp_path), dequantize=True), World(size=2, sharded=True))
+
+
+def test_what_is_computed_stays_as_it_is_where_weights_are_rounded(tmp_path):
+    own(tmp_path)
+    model = load_source(resolve(str(tmp_path)), dequantize=True, dtype="bfloat16")
+    loaded = load(tmp_path, dtype=torch.float32).dequantize()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16} == {model.config.dtype}
+    assert torch.equal(model.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, loaded.get_parameter(name).bfloat16())  # rounded once

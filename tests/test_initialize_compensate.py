@@ -124,6 +124,8 @@ def test_a_factor_in_float32_is_that_of_nearly_the_same_matrix(tokens):
 def test_inputs_must_be_finite():
     with pytest.raises(UserError, match="finite"):
         inverse_factor(torch.full((4, 4), torch.nan))
+    with pytest.raises(UserError, match="use --start kmeans --importance none"):
+        inverse_factor(torch.diag(torch.tensor([1.0, torch.inf, 1.0])))
 
 
 @pytest.mark.parametrize("granularity", ["row:1", "row:4", "tensor", "block:4x8"])

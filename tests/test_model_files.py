@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from edkm_cli import model_files, models
 from edkm_cli.errors import UserError
-from edkm_cli.model_files import check_model_files
+from edkm_cli.model_files import check_model_files, check_numbers
 from helpers import byte_tokenizer, compress_arguments, refused, run, tiny_llama
 
 
@@ -61,6 +61,12 @@ def test_a_configuration_that_cannot_be_built_is_refused_in_one_line(directory, 
     configure(directory, **changes)
     line = refused(*compress_arguments(directory, text_file, tmp_path / "out"))
     assert re.search(re.escape(message).replace(r"\.\*", ".*"), line), line
+
+
+def test_a_vocabulary_of_layers_may_be_as_large_as_any(tmp_path):
+    check_numbers(tmp_path, {"vocab_size_per_layer_input": 262_144})
+    with pytest.raises(UserError, match="num_layers must be at most 100000, got 262144"):
+        check_numbers(tmp_path, {"num_layers": 262_144})
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
 from markupsafe import Markup
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from edkm_cli.hf import load
 from edkm_cli.report.charts import bars
@@ -209,6 +210,15 @@ def test_another_original_is_not_compared(copied, tmp_path):
     tiny_llama(hidden=32).save_pretrained(tmp_path / "other")
     edit_report(copied, model=str(tmp_path / "other"))
     assert "another model" in build_report(copied)["missing"]
+
+
+def test_an_original_in_eight_bits_is_not_read_as_numbers(copied, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "fp8")
+    tensors = load_file(tmp_path / "fp8" / "model.safetensors")
+    tensors = {name: t.to(torch.float8_e4m3fn) if "proj" in name else t for name, t in tensors.items()}
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
+    edit_report(copied, model=str(tmp_path / "fp8"))
+    assert "float8_e4m3fn before: another model, or quantized?" in build_report(copied)["missing"]
 
 
 def test_a_run_without_training(model_directory, text_file, tmp_path):

@@ -214,7 +214,7 @@ def test_rows_of_an_embedding_are_bit_for_bit_the_reference(path):
     for dtype in (*DTYPES, torch.float64):
         found = row_scaled_embedding(ids, packed.indices, packed.table, columns=45, bits=7, dtype=dtype)
         assert torch.equal(found, lut_linear_torch.dense(packed, 45, dtype)[ids])
-    for bad in (50, -51):
+    for bad in (50, -51, -1):
         with pytest.raises(IndexError):
             row_scaled_embedding(
                 torch.tensor([bad]), packed.indices, packed.table, columns=45, bits=7, dtype=torch.float32

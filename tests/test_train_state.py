@@ -32,3 +32,14 @@ def test_a_checkpoint_of_other_parameters_is_refused(saved, tmp_path):
     model.weight.requires_grad_(not saved)
     with pytest.raises(UserError, match="the parameters that train now, but in one of both is no weight; go on with"):
         Checkpoints(tmp_path, keep=1).load_newest(model, optimizer)
+
+
+def test_a_checkpoint_outlives_a_damaged_one_of_a_later_step(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(100, model, optimizer)
+    (checkpoints.directory / "step-000100" / "state.json").write_text("damaged")
+    assert checkpoints.load_newest(model, optimizer) == 0
+    checkpoints.save(60, model, optimizer)
+    assert checkpoints.load_newest(model, optimizer) == 60

@@ -37,9 +37,9 @@ def eval_command(
 
     watch = progress()
     result = evaluate_model(model, settings, track=watch.track, say=watch.say)
+    tell("eval", result, json_file)
     if page is not None:
         replace_file(page, verdict_page(stamped(result)))
-    tell("eval", result, json_file)
     if settings.reference is not None:
         require_passed(result["verdict"])
 

@@ -143,16 +143,16 @@ def _measure(module: str, settings: Any, json_file: Path | None, plot_file: Path
     """Run a module of `edkm_cli.research.bench`; print what it makes of the result, and draw it for `--plot`."""
     check_target(json_file)
     if plot_file is not None:
-        check_target(plot_file, option="--plot")
+        check_target(plot_file, [("--json", json_file)], "--plot")
         if plot_file.suffix != ".svg":
             raise UserError(f"--plot must name a .svg file, got {plot_file}")
     from edkm_cli.preflight import choose_device
 
     bench = import_module(f"edkm_cli.research.bench.{module}")
     result = bench.run(replace(settings, device=choose_device(settings.device)), log=progress().say)
+    finish(bench.format_table(result), result, json_file)
     if plot_file is not None:
         bench.plot(result, plot_file)
-    finish(bench.format_table(result), result, json_file)
 
 
 @configured(ClusteringBench)

@@ -8,7 +8,7 @@
     store      tokens                    -> flat files; `cache`: made once by several processes
     blocks     stores of tokens          -> sequences -> batches
 
-`training` is the door to what is trained on, `text` to what is measured.
+`training` is the door to what is trained on and what is measured.
 """
 
 from edkm_cli.data.blocks import Batch, Blocks

@@ -54,7 +54,6 @@ class Blocks:
         cycle: int = 1000,
         packing: bool = False,
         long_records: str = SPLIT,
-        padding: int = 0,
     ):
         """
         Args:
@@ -63,7 +62,6 @@ class Blocks:
             cycle: sequences in which sources with weights have their shares exactly.
             packing: whole documents in a sequence, by best fit; else the text is cut every `sequence_length` tokens.
             long_records: `split` or `drop` documents of more tokens than a sequence.
-            padding: the id that fills a packed sequence up; nothing attends to it or learns it.
 
         Raises UserError where there is not one sequence.
         """
@@ -72,7 +70,7 @@ class Blocks:
         stores = [tokens] if isinstance(tokens, TokenStore) else list(tokens)
         self._length, self._packing, self._cycle = sequence_length, packing, cycle
         self._sources = [
-            Sequences(together, sequence_length, packing=packing, long_records=long_records, padding=padding)
+            Sequences(together, sequence_length, packing=packing, long_records=long_records)
             for together in ([stores] if weights is None else [[store] for store in stores])
         ]
         self._shares = _shares(weights, cycle) if weights is not None else None
@@ -134,7 +132,7 @@ def _shares(weights: Sequence[float], cycle: int) -> np.ndarray:
     """Sequences of each source in a cycle, by largest remainders; at least one each, where a cycle has so many."""
     exact = np.array(weights, np.float64) / sum(weights) * cycle
     shares = np.maximum(np.floor(exact).astype(np.int64), int(cycle >= len(weights)))
-    by_rest = np.argsort(-(exact - np.floor(exact)), kind="stable")
+    by_rest = np.argsort(shares - exact, kind="stable")
     shares[by_rest[: max(0, cycle - shares.sum())]] += 1
     while shares.sum() > cycle:
         shares[np.argmax(shares)] -= 1
@@ -245,8 +243,8 @@ class Sequences:
     `Blocks`. Raises UserError where there is not one sequence.
     """
 
-    def __init__(self, stores: list[TokenStore], length: int, *, packing: bool, long_records: str, padding: int):
-        self._stores, self._length, self._packing, self._padding = stores, length, packing, padding
+    def __init__(self, stores: list[TokenStore], length: int, *, packing: bool, long_records: str):
+        self._stores, self._length, self._packing = stores, length, packing
         self._starts = np.cumsum([0, *map(len, stores)])
         self.has_masks = any(store.counts.masked for store in stores)
         ends = np.concatenate([store.ends + start for store, start in zip(stores, self._starts, strict=False)])
@@ -263,7 +261,7 @@ class Sequences:
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(ids int64, which of them are learnt, positions that restart with each slice) of a sequence."""
-        ids = np.full(self._length, self._padding, np.int64)
+        ids = np.zeros(self._length, np.int64)  # nothing attends to what fills a packed sequence up, or learns it
         learnt = np.zeros(self._length, bool)
         positions = np.zeros(self._length, np.int64)
         at = 0

@@ -21,6 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from filelock import FileLock, Timeout
 
@@ -107,7 +108,7 @@ def memory_store(parts: Iterable[Part], encoder: Encoder) -> TokenStore:
 def encoded_parts(parts: Iterator[Part], encoder: Encoder, *, workers: int) -> Iterator[Encoded]:
     """The parts encoded, in order, by `workers` processes of a core each; a bounded number is under way at any time."""
     if workers <= 1:
-        with _one_thread():
+        with patch.dict(os.environ, TOKENIZERS_PARALLELISM="false"):  # one process is one core, too
             yield from map(encoder.encode, parts)
         return
     # A fork shares the tokenizer and the libraries; it touches neither torch nor a GPU. Windows and macOS start anew.
@@ -125,19 +126,6 @@ def encoded_parts(parts: Iterator[Part], encoder: Encoder, *, workers: int) -> I
             raise UserError("a tokenizing process was killed, often for memory; use --data-workers 1") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """One process is one core, too: tokenizers would start a thread for each."""
-    kept = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop("TOKENIZERS_PARALLELISM")
-        if kept is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = kept
 
 
 _encoder: Encoder | None = None

@@ -25,7 +25,7 @@ _KINDS = {
     ".jsonl": ("valid jsonl, a record a line", "mend the file"),
     ".json": ("valid json", "it must be a list of records, or a record a line"),
     ".parquet": ("a parquet file", "write it again"),
-    ".arrow": ("a arrow file", "write it again"),
+    ".arrow": ("an Arrow file", "write it again"),
 }
 _LIST, _COMMA, _END = re.compile(r"\s*\[\s*"), re.compile(r"\s*,\s*"), re.compile(r"\s*(\[\s*)?\]\s*")
 

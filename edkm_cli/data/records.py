@@ -119,7 +119,7 @@ def _content_of(record: Any, where: str, column: str | None) -> Document | _Chat
         known = True
         prompt, answer = (record[name] for name in fields)
         if isinstance(prompt, list) and isinstance(answer, list) and fields[0] == "prompt":
-            asked, answered = _messages(prompt, "prompt", where), _messages(answer, "completion", where)
+            asked, answered = _messages(prompt, "prompt", where, record), _messages(answer, "completion", where)
             return _Chat(asked + answered, len(asked))
         if prompt is not None or answer is not None:
             names = fields if fields[0] == "prompt" else (*fields, "input")
@@ -168,18 +168,18 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     message = {name: value for name, value in turn.items() if value is not None or name == "content"}
     if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
         raise UserError(f"a message must have 'role' and 'content', but one in {where} has {_fields(turn)}")
-    if "content" in message:
-        message["content"] = _content(message["content"], where)
+    if message.get("content") is not None or not message.get("tool_calls"):
+        message["content"] = _content(message.get("content"), where)
     return message
 
 
-def _content(value: Any, where: str) -> str | None:
-    """The text of a message, which may come as a list of its parts; null beside calls of tools."""
+def _content(value: Any, where: str) -> str:
+    """The text of a message, which may come as a list of its parts."""
     if isinstance(value, list):
         if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in value):
             raise UserError(f"messages must be text, but one in {where} has parts of another kind; leave it out")
         return "".join(part["text"] for part in value)
-    return None if value is None else _text(value, "content", where, of="message")
+    return _text(value, "content", where, of="message")
 
 
 class TemplateError(Exception):

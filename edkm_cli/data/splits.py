@@ -151,12 +151,18 @@ def read_split(source: Source, split: str, options: TextSettings = TextSettings(
     return _divided(parts, split, source)
 
 
+def streams(source: Source, options: TextSettings) -> bool:
+    """Whether a set of the hub is read as it arrives, no further than needed: a small one only where that is asked for."""
+    small = source.name.partition("@")[0] in (WIKITEXT2, ALPACA)
+    return source.kind == "hub" and (not small if options.streaming is None else options.streaming)
+
+
 def _hub_parts(source: Source, split: str, options: TextSettings) -> Iterator[Part]:
     """The parts of a hub set: of a split of its own for what is measured, or divided where it has none."""
-    is_small = source.name.partition("@")[0] in (WIKITEXT2, ALPACA)
-    streaming = not is_small if options.streaming is None else options.streaming
     measured = held_out_split(source) if split != ALL else None
-    rows = hub_rows(source, (measured if split == TEST else None) or source.split or "train", streaming=streaming)
+    rows = hub_rows(
+        source, (measured if split == TEST else None) or source.split or "train", streaming=streams(source, options)
+    )
     if source.name == WIKITEXT2:
         texts = [row["text"] for row in rows]
         return iter([Part(source.name, 0, texts, joint="\n\n", begins=True, option=source.option)])

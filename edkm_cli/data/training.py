@@ -26,7 +26,7 @@ from edkm_cli.data.marks import looked_for
 from edkm_cli.data.reading import refusing
 from edkm_cli.data.records import render
 from edkm_cli.data.sources import PROSE, Source, repeated
-from edkm_cli.data.splits import ALL, TEST, TRAIN, WHOLE_BYTES, is_whole, read_split, size_of
+from edkm_cli.data.splits import ALL, TEST, TRAIN, WHOLE_BYTES, is_whole, read_split, size_of, streams
 from edkm_cli.data.store import FORMAT, TokenStore
 from edkm_cli.errors import UserError
 
@@ -36,12 +36,11 @@ _REPORT_SECONDS = 20.0  # between two lines on how far tokenizing is
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Sources as stores of tokens, in the order they were named. `padding`: the id that fills a packed sequence up."""
+    """Sources as stores of tokens, in the order they were named."""
 
     sources: Sequence[Source]
     stores: Sequence[TokenStore]
     options: TextSettings
-    padding: int = 0
 
     @property
     def weights(self) -> list[float] | None:
@@ -72,7 +71,6 @@ class TrainingData:
             weights=self.weights,
             packing=self.options.packing,
             long_records=self.options.long_records,
-            padding=self.padding,
         )
 
     def calibration_batches(self, length: int, *, limit: int, seed: int) -> list[Tensor]:
@@ -160,8 +158,7 @@ def open_training_data(
             rule = f"{source} has nothing to learn: {store.counts.documents} documents with text, {store.counts.empty}"
             raise UserError(f"{rule} records without text or answer; give another source, or --train-on all")
         stores.append(store)
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    return TrainingData(sources, stores, options, int(padding or 0))
+    return TrainingData(sources, stores, options)
 
 
 def _open(source: Source, tokenizer: Any, options: TextSettings, token_limit: int | None, say: Say) -> TokenStore:
@@ -170,7 +167,7 @@ def _open(source: Source, tokenizer: Any, options: TextSettings, token_limit: in
     encoder = Encoder(tokenizer, options, sampled=sampled)
     if whole:
         return memory_store(read_split(source, TRAIN, options), encoder)
-    limit = token_limit if source.kind == "hub" and options.streaming is not False else None
+    limit = token_limit if streams(source, options) else None
     settings: dict[str, Any] = {
         "store": FORMAT,
         "source": _identity(source),

@@ -48,7 +48,7 @@ def seconds_by_phase(plan: RunPlan) -> dict[str, float]:
     windows = sum(seconds for loop, seconds in more.items() if loop.startswith("perplexity"))
     found = {"load": text + more["load"], "evaluate": measured * windows, "teacher": each * taught}
     found["start"] = len(layers) * by_layer + across * more["calibration"] + max(0.0, more["start"] - in_loops)
-    found |= {"train": each * more["train"], "export": across * more["export"]}
+    found |= {"train": each * more["train"], "dense": each * more["dense"], "export": across * more["export"]}
     return {name: round(seconds, 3) for name, seconds in found.items() if seconds}
 
 
@@ -101,6 +101,13 @@ def _measured(plan: RunPlan, folder: Path, start_tokens: int) -> dict[str, float
     values |= {"model": str(folder / "model"), "revision": None, "output": str(folder / "out")}
     values |= {"data": (str(folder / "text.txt"),), "eval_data": (), "eval_windows": 1, "eval_every": 0, "log_with": ()}
     values |= {"steps": min(_STEPS, plan.config.steps), "start_tokens": max(2, start_tokens), "save_every": 0}
+    values |= {
+        "skip": (),
+        "text_tokens": None,
+        "keep_best": False,
+        "max_perplexity_ratio": 0.0,
+        "long_records": "split",
+    }
     config = replace(plan.asked, overrides=(), target_size=None, **values)
     seconds.update(compress(config, observer=Observer(track), overwrite=True)["seconds"])
     return seconds

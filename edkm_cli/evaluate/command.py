@@ -79,7 +79,7 @@ def evaluate_model(
         measured, beside = study.see_model(model)
     compressed = is_packed(model)
     # It is measured in `dtype`, but it weighs what its files do.
-    size = footprint(stored_skeleton(source.location, **trust) if compressed else model)
+    size = footprint(stored_skeleton(source.location, **trust) if compressed and source.is_local else model)
     result: dict[str, Any] = {"model": name, "data": names[0] if names else None}
     result |= dict.fromkeys(("context", "windows", "tokens", "perplexity"))
     if names:
@@ -99,12 +99,12 @@ def evaluate_model(
         if compressed:  # the same weights dense, in the same run; nothing below needs them packed
             dequantize_model(model, getattr(torch, dtype))
             result["dense"] = measure_speed(model, tokens[0])
-            if device == "cpu" and dtype != "float32" and result["dense"]["weights_resident_bytes"] <= _SMALL_BYTES:
-                result["dense_fp32"] = measure_speed(torch.nn.Module.float(model), tokens[0])
-                torch.nn.Module.to(model, getattr(torch, dtype))  # exactly what it was; transformers' own `to` refuses
     if loaded:
         result |= study.see_tasks(model)
         result["lm_eval_version"] = tasks.harness_version()
+    dense = result.get("dense")
+    if dense and device == "cpu" and dtype != "float32" and dense["weights_resident_bytes"] <= _SMALL_BYTES:
+        result["dense_fp32"] = measure_speed(torch.nn.Module.float(model), tokens[0])  # last: nothing casts it back
     if reference is not None:
         result["verdict"] = judge(result, settings)
     result["seconds"] = time.perf_counter() - start

@@ -69,7 +69,7 @@ class Recorder:
 
     def _explains(self, states: Tensor, parts: Parts) -> bool:
         """Whether the logits are the head's product with the states and nothing more."""
-        if not self._head or states.shape[1] != self._head["weight"].shape[1]:
+        if "weight" not in self._head or states.shape[1] != self._head["weight"].shape[1]:
             return False
         wanted = parts.logits(states[None])[0].float()
         error = (nn.functional.linear(states, **self._head).float() - wanted).abs().max()

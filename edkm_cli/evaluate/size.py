@@ -67,11 +67,8 @@ _UNUSED_WARNING = 0.25  # of a layer's entries
 @torch.no_grad()
 def table_use(model: nn.Module) -> list[dict[str, Any]]:
     """For each palettized linear `name`, `tables`, `collapsed` (all entries are one value), `entries`, `unused_entries`."""
-    return [
-        {"name": name, **layer_use(module)}
-        for name, module in model.named_modules()
-        if isinstance(module, PalettizedLinear)
-    ]
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, PalettizedLinear))
+    return [{"name": name, **layer_use(module)} for name, module in found]
 
 
 def layer_use(module: PalettizedLinear) -> dict[str, int]:

@@ -64,7 +64,8 @@ def load_tasks(settings: EvalConfig) -> dict[str, Any]:
             fixed = task.get_config("num_fewshot")
             if fixed is None or (fixed != 0 and settings.num_fewshot is not None):
                 task.set_config(key="num_fewshot", value=settings.num_fewshot or 0)
-            task.set_fewshot_seed(seed=_SEED)
+            if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                raise UserError(f"--tasks {name} runs code that a model writes, or shows images; choose another")
             with explained(f"--tasks {name} does not fit its data", "; check it"):
                 _check_answers(task, settings.limit)
     return loaded
@@ -88,6 +89,8 @@ def run_tasks(
     results: dict[str, dict[str, Any]] = {}
     scores: Scores = {}
     for name, tasks in loaded.items():
+        for task in tasks["tasks"].values():  # anew: a run before has drawn other examples
+            task.set_fewshot_seed(seed=_SEED)
         try:
             outcome = evaluate(subject, tasks, limit=limit, log_samples=True)
         except (UserError, RuntimeError, MemoryError):  # the machine's trouble, not the task's

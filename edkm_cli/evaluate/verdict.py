@@ -49,7 +49,13 @@ class Study:
         """Measure the uncompressed model. Raises UserError where the disk has no room for what is kept of it."""
         self._asked = writing.prompts(self.settings.prompts, self.tokenizer)  # before the work: a template may refuse
         recorder, self._longest = Recorder(model, self.directory), self._longest_window(model)
-        self._measure(model, [*self._texts_passes, *self._longest], "reference: ", seen=recorder.see)
+
+        def see(*window: Any) -> None:
+            recorder.see(*window)
+            if recorder.failure:
+                raise UserError(recorder.failure)
+
+        self._measure(model, [*self._texts_passes, *self._longest], "reference: ", seen=see)
         (self.directory / "layers").mkdir()
         self._knows_layers = True
         try:
@@ -57,9 +63,8 @@ class Study:
         except UserError:
             self._knows_layers = False
         except (OSError, SafetensorError) as error:
-            recorder.failure = f"outputs of the reference's layers could not be kept on disk ({error}); set TMPDIR"
-        if recorder.failure:
-            raise UserError(recorder.failure)
+            rule = f"outputs of the reference's layers could not be kept on disk ({error}); set TMPDIR"
+            raise UserError(rule) from error
         self._predictions = RememberedPredictions(self.directory)
         self._texts = writing.write(model, self._asked, track=self.track) if self._asked else []
         self._answers = self._run_tasks(model)
@@ -126,7 +131,8 @@ class Study:
         if is_packed(model) or model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
         other = torch.bfloat16 if model.dtype == torch.float32 else torch.float32
-        torch.nn.Module.to(model, other)
+        for weight in model.parameters():  # not what is computed, as rotary frequencies are
+            weight.data = weight.data.to(other)
         most = min(self.settings.max_windows or _FLOOR_WINDOWS, _FLOOR_WINDOWS)
         (floor,) = self._measure(model, [("noise floor", self.tokens[0], self.settings.context, most)])
         figures = {"kl_per_token": floor.kl_per_token, "top1_agreement": floor.top1_agreement}

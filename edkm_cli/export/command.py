@@ -73,10 +73,10 @@ def export_model(
                 measured = {"perplexity": figures, "data": options.data}
             facts = {"format": to, **form.facts(source, options), **parity, "versions": versions()}
             write_json(folder / RECORD, facts)
-            place.commit()
         except BaseException:
             place.discard()
             raise
+        place.commit()
     return {
         "source": str(source.directory),
         "output": str(place.path),

@@ -209,6 +209,10 @@ class OutputDirectory:
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise UserError(f"the result is whole in {self.partial}: {self.path} has become a file; move it away")
         if self.path.exists():
+            if any(self.path.iterdir()) and not self._overwrite:
+                raise UserError(
+                    f"the result is whole in {self.partial}: {self.path} is not empty any more; move it away"
+                )
             ownership.require_ours(self.path, f"the result is whole in {self.partial}: {self.path} is to be replaced")
         facts = ownership.read_object(self.partial / MARKER)
         files = ownership.files_of(self.partial)
@@ -268,7 +272,7 @@ class Lock:
 
     def __init__(self, path: Path):
         self.path = path.with_name(f".{path.name}.lock") if path.name else path
-        self._directory, self._lock = path, FileLock(self.path)
+        self._directory, self._lock = path, FileLock(self.path, fallback_to_soft=False)
 
     def acquire(self) -> None:
         """Raises UserError naming the holder where another process has it. A file system without locks is left alone."""

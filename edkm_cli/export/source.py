@@ -18,7 +18,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.initialize.sharded import Place, places
-from edkm_cli.integrity import AGAIN, as_stored, check_checkpoint, read_config, skeleton, skeleton_tensors
+from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton_tensors, stored_skeleton
 from edkm_cli.model_files import TensorFiles, build
 from edkm_cli.packing import as_numbers, fault, unpack
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
@@ -82,7 +82,7 @@ class Compressed(Described):
         self.directory = Path(directory)
         spec = check_checkpoint(self.directory, trust_remote_code=trust_remote_code)
         config = read_config(self.directory, trust_remote_code=trust_remote_code)
-        model = as_stored(skeleton(config, spec, trust_remote_code=trust_remote_code), self.directory)
+        model = stored_skeleton(self.directory, trust_remote_code=trust_remote_code)
         super().__init__(model, config, spec, trust_remote_code=trust_remote_code)
         self.files = TensorFiles(self.directory, remedy=AGAIN)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from edkm_cli import data, model_files, models
 from edkm_cli.distributed import World
-from edkm_cli.errors import UserError, brief, explained
+from edkm_cli.errors import UserError, explained
 from edkm_cli.export.checkpoint import DenseFormat
 from edkm_cli.export.run import Session, model_digest
 from edkm_cli.files import read_json, sha256_of
@@ -55,11 +55,8 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]
         named = [name for name in names if not is_expert(name) and model.get_submodule(name) is not head]
     scaled: Any = alpha  # peft says int
     config = LoraConfig(r=rank, lora_alpha=scaled, target_modules=named, bias="none", task_type="CAUSAL_LM")
-    try:
-        with _placed(model):
-            return get_peft_model(model, config)
-    except ValueError as error:
-        raise UserError(f"--target-modules cannot be adapted: {brief(error, 300)}") from error
+    with explained("--target-modules cannot be adapted"), _placed(model):
+        return get_peft_model(model, config)
 
 
 def _placed(model: Any) -> ExitStack:

@@ -91,12 +91,13 @@ def inverse_factor(hessian: Tensor, *, damping: float = _DAMPING, dtype: torch.d
     mean = diagonal.mean()
     for _ in range(20):
         lower, failed = torch.linalg.cholesky_ex(h)
-        if not failed:
+        if not failed and mean.isfinite():
             del h
             return _inverted(lower).flip(0, 1)  # U = R^-1
         diagonal += damping * mean
     raise UserError(
-        "calibration inputs must be finite and not all zero, but a layer's give no Cholesky factor; use --start kmeans"
+        "calibration inputs must be finite and not all zero, but a layer's give no Cholesky factor; use --start kmeans "
+        "--importance none"
     )
 
 

@@ -54,7 +54,7 @@ class _Collector:
         if name in self._moments and self._waiting is not None:
             self._waiting.setdefault(name, []).append(inputs[0].detach())
         elif name in self._moments:
-            self._add(name, sum_of_products(x, x))
+            self._add(name, sum_of_products(*[x.float()] * 2))
         elif self._kind == "activation":
             self._add(name, x.float().square().sum(0))
         elif output.requires_grad:
@@ -71,7 +71,7 @@ class _Collector:
         times as large, which tell of the row of one token only."""
         for name in self._moments:
             if isinstance(self._layers[name], nn.Embedding):
-                rows = gradients[:, 1:].flatten(0, 1)
+                rows = gradients[:, 1:].flatten(0, 1).float()
                 self._add(name, sum_of_products(rows, rows))
 
     @contextmanager
@@ -80,7 +80,7 @@ class _Collector:
         self._waiting = {}
         yield
         for name, parts in self._waiting.items():
-            x = torch.cat(parts, 1).flatten(0, 1)
+            x = torch.cat(parts, 1).flatten(0, 1).float()
             self._add(name, sum_of_products(x, x))
         self._waiting = None
 

@@ -98,6 +98,8 @@ def from_mxfp4(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
 def from_fp8(name: str, weight: Tensor, scale: Tensor, *, block: list[int] | None) -> Tensor:
     """(..., rows, columns) in float32, of float8 `weight` and a `scale` for each `block` of rows and columns, the last ones
     perhaps smaller, or for all (None). Raises UserError, naming it, for scales of other blocks."""
+    if block and not (isinstance(block, (list, tuple)) and [*map(type, block)] == [int, int] and min(block) > 0):
+        raise UserError(f"weight_block_size must be two positive numbers, got {block!r:.60}; fetch config.json again")
     shape = weight.shape[-2:]
     counts = [-(-size // each) for size, each in zip(shape, block or shape, strict=True)]
     if not scale.is_floating_point() or (list(scale.shape[-2:]) != counts if block else scale.numel() != 1):

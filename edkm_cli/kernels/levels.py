@@ -83,7 +83,7 @@ def _sources(wing: Path, name: str) -> list[Path]:
 
 def file_name(wing: Path, name: str) -> str:
     """The library of a wing for a level's `name`; a hash of its sources and of the headers that wings share is in it."""
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    digest = hashlib.sha256(repr((FLAGS, _X86)).encode())
     for file in (*_sources(wing, name), *sorted([*wing.glob("*.h"), *_HERE.glob("*.h")])):
         digest.update(file.read_bytes())
     return f"{wing.name}-{name}-{digest.hexdigest()[:16]}.so"

@@ -120,8 +120,7 @@ def round_columns(block: Tensor, luts: Tensor, tiles: Tensor, factor: Tensor) ->
 
 def descend(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, sweeps: int) -> None:
     """`passes_torch.descend` in float32, each row until nothing changes in it."""
-    assert indices.is_contiguous(), "they are changed in place"
-    assert errors.is_contiguous(), "they are changed in place"
+    assert all(tensor.is_contiguous() for tensor in (indices, errors)), "they are changed in place"
     tensors, sizes = (indices, errors, luts.contiguous(), hessian.contiguous()), (indices.shape[1], *luts.shape[1:])
     call("descend", len(indices), indices.numel(), *tensors, *sizes, sweeps)
 

@@ -41,7 +41,6 @@ class ShapePasses(Passes):
 
     def __init__(self, weight: Tensor, tile: Tile, importance: Tensor | None = None) -> None:
         self._weight, self._groups = weight, weight.numel() // (tile[0] * tile[1])
-        self.group_size = tile[0] * tile[1]
 
     def spread(self) -> tuple[Tensor, Tensor]:
         mean = self._weight.new_empty(self._groups, dtype=torch.float64)

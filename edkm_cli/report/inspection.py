@@ -92,6 +92,6 @@ def _check_report(source: Compressed) -> bool:
     report, facts = read_json(path, remedy=AGAIN), describe(source)
     for key in ("weights_bytes", "decoder_bits_per_weight", "model_bits_per_weight"):
         said, actual = report.get(key), facts[key]
-        if not isinstance(said, (int, float)) or abs(said - actual) > 1e-6 * actual:
+        if not isinstance(said, (int, float)) or not abs(said - actual) <= 1e-6 * actual:
             raise UserError(f"{path} says {key} {str(said)[:40]}, but it is {actual}; {AGAIN}")
     return True

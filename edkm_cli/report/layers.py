@@ -59,12 +59,14 @@ def measure_weights(run: RunFiles, *, trust_remote_code: bool = False, track: Tr
     linears = [tensor.module for tensor in compressed.linears]
     errors, histograms = {}, []
     try:
-        reference = TensorFiles(_original_directory(run.report["model"]))
+        reference = TensorFiles(_original_directory(run.report["model"], run.settings.get("revision")))
         sample = set(_representative(linears))
         for name in track(linears, "comparing layers", len(linears)):
-            weight, restored = reference.get(f"{name}.weight").float(), compressed.dense(f"{name}.weight")
-            if weight.shape != restored.shape:
-                raise UserError(f"{name} is {tuple(restored.shape)}, but {tuple(weight.shape)} before: another model?")
+            given, restored = reference.get(f"{name}.weight"), compressed.dense(f"{name}.weight")
+            if given.shape != restored.shape or given.dtype.itemsize < 2:
+                was = f"{tuple(given.shape)} {given.dtype}"
+                raise UserError(f"{name} is {tuple(restored.shape)}, but {was} before: another model, or quantized?")
+            weight = given.float()
             errors[name] = relative_squared_error(weight, restored)
             if name in sample:
                 histograms.append(_histogram(name, weight, compressed.table(name)))
@@ -89,18 +91,18 @@ def place(name: str) -> tuple[str, str]:
     return name.rpartition(".")[2], layer[1] if layer else "-"
 
 
-def _original_directory(name: str) -> Path:
+def _original_directory(name: str, revision: str | None) -> Path:
     """Where the original's safetensors files are. Raises UserError where they are not on this machine."""
-    source = models.resolve(name)
+    source = models.resolve(name, revision)
     if source.gguf_file and not source.architecture:
         raise UserError(f"{name} is a GGUF file, which cannot be read tensor by tensor")
     if source.is_local:
         directory = models.safetensors_directory(source)
     else:
-        import huggingface_hub
+        from huggingface_hub import snapshot_download
 
         try:
-            directory = Path(huggingface_hub.snapshot_download(source.location, local_files_only=True))
+            directory = Path(snapshot_download(source.location, revision=source.revision, local_files_only=True))
         except Exception as error:
             raise UserError(f"the original model {source.location} is not on this machine") from error
     if not any(directory.glob("*.safetensors")):

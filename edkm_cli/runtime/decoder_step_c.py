@@ -50,8 +50,8 @@ class Sizes(NamedTuple):
 
 
 class DecoderStep:
-    """A decoder's weights as the kernel reads them. They must stay where they are: the caller keeps them, and asks
-    `at(...)` whether they do."""
+    """A decoder's weights as the kernel reads them. They must stay where they are: the caller keeps them, and looks
+    whether they do."""
 
     def __init__(self, layers: Sequence[LayerWeights], sizes: Sizes, dtype: torch.dtype):
         self.dtype, self._sizes, self.layers = dtype, sizes, tuple(layers)
@@ -108,17 +108,10 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor 
     Raises MemoryError where memory is short.
     """
     (sequences, heads, new, size), (kv_heads, tokens), apart = query.shape, keys.shape[1:3], keys.stride(1)
-    same = (
-        keys.shape == values.shape == (sequences, kv_heads, tokens, size) and query.dtype == keys.dtype == values.dtype
-    )
-    even = keys.stride() == values.stride() == (kv_heads * apart, apart, size, 1) and not (
-        size % 32 or heads % kv_heads
-    )
-    if (
-        not (same and even and query.is_cpu and query.dtype in DTYPES and library())
-        or new != 1
-        or size > _MOST_HEAD_SIZE
-    ):
+    same = keys.shape == values.shape == (sequences, kv_heads, tokens, size)
+    even = keys.stride() == values.stride() == (kv_heads * apart, apart, size, 1)
+    taken = query.is_cpu and query.dtype == keys.dtype == values.dtype and query.dtype in DTYPES and library()
+    if not (same and even and taken) or new != 1 or size % 32 or size > _MOST_HEAD_SIZE or heads % kv_heads:
         return None
     query, out = query.contiguous(), torch.empty_like(query, memory_format=torch.contiguous_format)
     sizes = (sequences * heads, sequences * kv_heads, size, DTYPES[query.dtype], 0.0, scale)

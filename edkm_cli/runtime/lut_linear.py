@@ -2,7 +2,7 @@
 
 They take tensors and numbers only, so that `torch.compile`, `torch.export` and other runtimes can call them. Backward
 decodes W again, in parts, for the gradient of x, and makes dL/dW in parts for that of a lookup table: nothing of a weight's
-size is saved or made. Scales of rows do not train: one that requires a gradient is refused.
+size is saved or, on a CPU, made. Scales of rows do not train: one that requires a gradient is refused.
 """
 
 import math

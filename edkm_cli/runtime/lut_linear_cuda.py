@@ -152,11 +152,11 @@ def products(matrices: Sequence[Packed], columns: int) -> Callable[[Tensor], lis
     """A function of x that gives its product with each matrix, or None where another path is to be taken: its kernels are
     found once, and the dispatcher, which takes longer than a product of one token, is left out."""
     kernels: dict[tuple[torch.dtype, int], list[Kernel]] = {}
-    biases = [packed.bias for packed in matrices if packed.bias is not None]
+    trained = [tensor for packed in matrices for tensor in packed[1:3]]
 
     def product(x: Tensor) -> list[Tensor] | None:
         tokens = x.numel() // columns
-        if tokens > TOKENS or x.shape[-1:] != (columns,) or not unwatched(x, *biases):
+        if tokens > TOKENS or x.shape[-1:] != (columns,) or not unwatched(x, *trained):
             return None
         if x.get_device() != torch.cuda.current_device():
             return None

@@ -26,7 +26,8 @@ def linear(x: Tensor, packed: Packed) -> Tensor:
 
 def rows(packed: Packed, columns: int, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Rows of a row-scaled W that ids (n,) names, (n, columns)."""
-    return dense(packed._replace(indices=packed.indices[ids], table=packed.table[ids]), columns, dtype)
+    indices, table = (tensor.index_select(0, ids) for tensor in packed[:2])
+    return dense(packed._replace(indices=indices, table=table), columns, dtype)
 
 
 def sum_by_code(values: Tensor, packed: Packed, columns: int, first: int) -> Tensor:

@@ -223,8 +223,7 @@ def _weights(layer: Any) -> LayerWeights | None:
     if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
         return None
     q, k, v, o, gate, up, down = (m.packed() for m in linears)
-    norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    heads = [None if norm is None else norm.weight for norm in norms]
+    heads = [getattr(getattr(attention, name, None), "weight", None) for name in ("q_norm", "k_norm")]
     return LayerWeights(
         (q, k, v), o, (gate, up), down, layer.input_layernorm.weight, layer.post_attention_layernorm.weight, *heads
     )

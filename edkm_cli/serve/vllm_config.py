@@ -103,9 +103,7 @@ class EdkmVllmConfig(QuantizationConfig):
             faults = {"reads images, too": hasattr(hf_config, "vision_config")}
             faults |= {"stores queries, keys and values of each head in turn": self._architecture in _IN_TURNS}
             for fault in (fault for fault, found in faults.items() if found):
-                rule = (
-                    f"vllm serves packed models of text alone, with rows in its order, but {self._architecture} {fault}"
-                )
+                rule = f"vllm serves packed text models with rows in its order, but {self._architecture} {fault}"
                 raise UserError(f"{rule}; use transformers, or edkm export --to dense")
             if not directory.is_dir():
                 return

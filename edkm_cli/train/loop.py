@@ -49,7 +49,8 @@ class Metrics:
             plain = (bool, int, float, str)
             settings = {name: one if isinstance(one, plain) else str(one) for name, one in asdict(config).items()}
             # What trackers write goes with the run; steps that a resumed run repeats replace the former ones.
-            wandb = {} if "WANDB_DIR" in os.environ else {"dir": str(path.parent)}
+            here = {"dir": str(path.parent), "settings": {"symlink": False}}  # a link would be somebody's
+            wandb = {} if "WANDB_DIR" in os.environ else here
             options = {"tensorboard": {"purge_step": first + 1}, "wandb": wandb}
             accelerator.init_trackers("edkm", config=settings, init_kwargs=options)
 
@@ -99,9 +100,7 @@ def make_accelerator(config: TrainingSettings, world: World, mixed_precision: st
 
     AcceleratorState._reset_state()  # a second run in one process may choose another precision
     trackers = {"log_with": list(config.log_with), "project_dir": str(project)} if config.log_with else {}
-    accelerator = Accelerator(mixed_precision=mixed_precision, cpu=world.device == "cpu", **trackers)
-    accelerator.gradient_accumulation_steps = 1  # `step` divides the loss itself
-    return accelerator
+    return Accelerator(mixed_precision=mixed_precision, cpu=world.device == "cpu", **trackers)
 
 
 def require_launch(config: TrainingSettings) -> None:

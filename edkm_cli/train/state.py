@@ -60,7 +60,7 @@ class Checkpoints:
             shutil.rmtree(target, ignore_errors=True)
             os.rename(unfinished, target)
             sync(self.directory)
-            for old in self._all()[: -self._keep]:
+            for old in sorted(self._all(), key=target.__eq__)[: -self._keep]:  # never the one just written
                 shutil.rmtree(old)
 
     def kept(self) -> str:
@@ -141,6 +141,7 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, int | float]]:
     """Everything a checkpoint holds: tensors by name, and the optimizer's plain numbers."""
     tensors: dict[str, Tensor] = {_RANDOM: torch.get_rng_state()}
+    tensors |= {f"{_RANDOM}.cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     numbers: dict[str, int | float] = {}
     for name, parameter in _trained(model).items():
         tensors[f"parameter.{name}"] = parameter.detach()
@@ -160,8 +161,9 @@ def _restore(
     missing = set(trained)
     stored: Iterable[tuple[str, Any]] = chain(numbers.items(), tensors)
     for key, value in stored:
-        if key == _RANDOM:
-            torch.set_rng_state(value)
+        if key.startswith(_RANDOM):
+            if key == _RANDOM or torch.cuda.is_available():
+                (torch.set_rng_state if key == _RANDOM else torch.cuda.set_rng_state)(value)
             continue
         of, _, name = key.partition(".")
         kind, name = ("", name) if of == "parameter" else name.split(".", 1)

@@ -122,7 +122,7 @@ def remember(
             states = parts.states(**inputs_of(batch)).to(dtype)
         if not bool(states.isfinite().all()):
             rule = f"the uncompressed model's states must be finite in {dtype}, but are not"
-            raise UserError(f"{rule}; its weights are broken, or it needs --dtype bfloat16", everywhere=True)
+            raise UserError(f"{rule}; its weights are broken, or it needs --dtype bfloat16")
         return states.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
     cache = {"what": "the uncompressed model's states", "variable": "EDKM_CACHE"}

@@ -6,7 +6,7 @@ A linear P of shape (out, in) stores, at b bits,
                thread of a warp: of each 1024 columns (fewer at the end of a row) thread t has columns 8 (t + T j) + i,
                with T threads, j from 0 to 3 and i from 0 to 7, in bit 8 (3 - j) + 7 - i of its word
     P.lut{b}   float16 (out, 2**b): a table for each row
-    P.bias     float16 (out), if there is one
+    P.bias     float32 (out), or that of --dtype, if there is one
 
 `write` follows the project's packing (`any_precision/quantization/pack.py`): bits of eight columns to a byte, the first in
 the highest bit, then bytes permuted to the threads of warps. `read` follows its CUDA kernel (`modules/kernels/dequant.cuh`):

@@ -173,8 +173,8 @@ def _run_learners(setting: dict[str, Any]) -> list[dict[str, Any]]:
             while not processes.join(timeout=1.0):
                 if time.monotonic() > deadline:
                     raise UserError(f"{learners} learners did not finish in {TIMEOUT_SECONDS:.0f} s; lower --width")
-        except torch.multiprocessing.ProcessExitedException as error:
-            rule = f"learner {error.error_index} of {learners} was ended from outside ({error})"
+        except (torch.multiprocessing.ProcessExitedException, torch.multiprocessing.ProcessRaisedException) as error:
+            rule = f"learner {error.error_index} of {learners} failed ({str(error).strip().splitlines()[-1]})"
             raise UserError(f"{rule}, often for lack of memory; use a smaller width or fewer learners") from error
         finally:
             for process in processes.processes:

@@ -164,6 +164,8 @@ def run(settings: ClusteringBench, *, log: Callable[[str], None] = lambda messag
     linear_dtype = torch.float32 if place.type == "cpu" else weight_dtype
     rows: list[Row] = []
     options: dict[str, Any] = {"temperature": _TEMPERATURE, "iterations": settings.iterations}
+    for tiles in settings.granularity:  # before what takes time
+        Granularity.parse(tiles).tile(width, width, layer="--width")
     for tiles in settings.granularity:
         centroids = _starting_centroids(weight, bits, tiles)
         log(f"fused, {tiles}")

@@ -141,8 +141,9 @@ def _our_arguments(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     for name in _SHARED:
         if name in options:
             raise UserError(f"{name} is the same for all methods, got {entry.label!r}; give --{name.replace('_', '-')}")
-    shared = ("model", "data", "bits", "steps", "sequence_length", "context", "device", "seed", "trust_remote_code")
-    grid = TARGETS[options["target"]].settings if options.get("target") in TARGETS else {}
+    shared = ["model", "data", "steps", "sequence_length", "context", "device", "seed", "trust_remote_code"]
+    shared += [] if "target_size" in options else ["bits"]
+    grid = TARGETS[options["target"]].settings if options.get("target") in [*TARGETS] else {}
     try:
         arguments = build_config(None, {**{name: getattr(config, name) for name in shared}, **grid, **options})
     except UserError as error:

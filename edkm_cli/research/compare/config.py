@@ -122,7 +122,7 @@ class Entry:
                 raise UserError(f"each option of a method must be given once, got {name} twice in {text!r}")
             try:
                 options[name] = value if method in FILES else yaml.safe_load(value)
-            except yaml.YAMLError:
+            except (yaml.YAMLError, ValueError, RecursionError):
                 options[name] = value
         return cls(method, tuple(sorted(options.items())))
 

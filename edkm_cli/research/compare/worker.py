@@ -33,7 +33,7 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.data import Blocks
 from edkm_cli.data.cache import end_with
 from edkm_cli.environment import peak_memory_bytes
-from edkm_cli.errors import Preempted, UserError, brief
+from edkm_cli.errors import Preempted, UserError, explained
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.reference import Recorder, RememberedPredictions
 from edkm_cli.export.formats import mlx
@@ -68,10 +68,8 @@ def facts_of(entry: Entry) -> tuple[Path, dict[str, Any]]:
     rule = f"{entry.method}:FILE must name a {'.gguf file' if gguf else 'directory of mlx-lm'}, but {path}"
     if not (path.suffix == ".gguf" and path.is_file() if gguf else (path / "config.json").is_file()):
         raise UserError(f"{rule} is none; check the path")
-    try:
+    with explained(f"{rule} cannot be read as one"):
         return path, (_gguf_facts if gguf else _mlx_facts)(path)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"{rule} cannot be read as one ({brief(error)})") from error
 
 
 def _gguf_facts(path: Path) -> dict[str, Any]:
@@ -240,7 +238,8 @@ def _ours(settings: dict[str, Any], tokens: Tensor, directory: Path, **how: Any)
         "note": f"embeddings {f'at {spec.embedding_widths} bits' if spec.packs_embeddings else 'as they came'}",
         "directory": str(directory),
     }
-    return row, load_compressed(directory, dtype=torch.float32, device=settings["device"])
+    trust = settings["trust_remote_code"]
+    return row, load_compressed(directory, dtype=torch.float32, device=settings["device"], trust_remote_code=trust)
 
 
 def main(arguments: list[str]) -> int:
