@@ -65,7 +65,7 @@ class Run(Session):
     """One run: its plan, what it has measured so far, and its steps in order, each a method."""
 
     def __init__(self, config: CompressConfig, world: World, watch: Observer, planned: Planned):
-        require_launch(config)
+        require_launch(config, world)
         self.plan = plan = plan_run(config, world)
         planned(plan)
         rehearse_export(plan)
@@ -120,7 +120,8 @@ class Run(Session):
         with self.clock.phase("load"):
             self.tokenizer = models.load_tokenizer(plan.source)
             model_files.check_tokenizer(config.model, self.tokenizer, plan.architecture)
-            self.open_texts(plan.architecture, token_limit=needed_tokens(plan))
+            written = needed_tokens(plan, written=True)
+            self.open_texts(plan.architecture, token_limit=needed_tokens(plan), written_limit=written)
             if not plan.writes_text:  # too few tokens are refused before the model is read
                 self.lay_out()
 

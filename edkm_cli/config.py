@@ -11,22 +11,9 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from edkm_cli import settings
 from edkm_cli.granularity import FOURS, FREE, LUT_DTYPES, PALETTES, Granularity, Override, override_texts, table_faults
-from edkm_cli.settings import (
-    COMPRESSION,
-    DATA,
-    MODEL,
-    OUTPUT,
-    SCALE,
-    TRAINING,
-    faults,
-    from_mapping,
-    given_values,
-    parse_bytes,
-    refuse,
-    setting,
-    setting_of,
-)
+from edkm_cli.settings import COMPRESSION, DATA, MODEL, OUTPUT, SCALE, TRAINING, faults, refuse, setting
 from edkm_cli.targets import TARGETS, misfits
 
 CHECKPOINTS = "checkpoints"  # of training, in the unfinished result
@@ -263,7 +250,7 @@ class CompressConfig(TrainingSettings, TextSettings):
         "Other bits or tables for some matrices, as PATTERN: bits=4, granularity=row:1; the rest shares the room.",
         COMPRESSION, "--override", check=Override.parse)
     target_size: str | None = setting(None, "Size of all tensors, such as 2.5GiB: sets --bits to the average that fits.",
-        COMPRESSION, check=parse_bytes)
+        COMPRESSION, check=settings.parse_bytes)
     experts: str = setting("compressed", "What becomes of the experts of a mixture-of-experts model.", COMPRESSION,
         choices={"compressed": "tables for each of their matrices", "dense": "nothing, for --sharding full or vLLM"})
     method: str = setting("edkm", "How clustering is computed.", COMPRESSION,
@@ -334,7 +321,7 @@ class CompressConfig(TrainingSettings, TextSettings):
             "auto": "bfloat16 on a GPU unless sharded, else float32",
             **dict.fromkeys(("float32", "bfloat16", "float16"), ""),
         })
-    mixed_precision: str = setting("auto", "Number format of matrix products.", SCALE,
+    mixed_precision: str = setting("auto", "Number format of matrix products in training.", SCALE,
         choices={"auto": "bf16 for float32 weights where that is faster", "no": "that of the weights", "bf16": "bfloat16"})
     sharding: str = setting("auto", "What several processes divide.", SCALE,
         choices={
@@ -362,7 +349,7 @@ class CompressConfig(TrainingSettings, TextSettings):
 def as_in_compress(name: str, default: Any = MISSING, **changes: Any) -> Any:
     """A dataclass field that declares the option `name` of `edkm compress`, with what is different here."""
     of = next(of for of in fields(CompressConfig) if of.name == name)
-    about = replace(setting_of(of), **changes)
+    about = replace(settings.setting_of(of), **changes)
     return field(default=of.default if default is MISSING else default, metadata={"setting": about})
 
 
@@ -371,12 +358,12 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
 
     Raises UserError that lists all faults at once: unknown keys with what they may have meant, wrong types, bad values.
     """
-    values = given_values(file, flags)
-    if values.get("target_size") and flags.get("bits"):
+    values = settings.given_values(file, flags)
+    if values.get("target_size") and (flags if flags.get("target_size") else values).get("bits"):
         refuse(["target_size says how many bits there are on average; leave bits or target_size out"])
     if "overrides" in values:
         values["overrides"] = override_texts(values["overrides"])
     if values.get("target") in [*TARGETS]:  # which a list that a file holds may be asked of, too
         dense = {"embedding_group": 0} if str(values.get("embedding_bits")) == "16" else {}  # not the target's
         values = {**TARGETS[values["target"]].settings, **dense, **values}
-    return from_mapping(CompressConfig, values)
+    return settings.from_mapping(CompressConfig, values)

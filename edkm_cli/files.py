@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -141,10 +140,9 @@ def verify_checksums(directory: str | Path) -> None:
             raise UserError(f"{listing} must name files of its own directory, got {shown(name)}; {remedy}")
         if not path.is_file():  # a name too long for the system is missing, too
             raise UserError(f"{path} is missing, but {CHECKSUMS} names it; {remedy}")
-        if path.stat().st_size != size:
-            raise UserError(
-                f"{path} must have {size} bytes, got {path.stat().st_size} (truncated, or saved anew?); {remedy}"
-            )
+        found = path.stat().st_size
+        if found != size:
+            raise UserError(f"{path} must have {size} bytes, got {found} (truncated, or saved anew?); {remedy}")
         if sha256_of(path) != digest:
             raise UserError(f"{path} does not have the sha256 in {CHECKSUMS} (altered or damaged); {remedy}")
 
@@ -159,15 +157,8 @@ def require_room(folder: Path, needed: int, what: str, remedy: str) -> None:
 
 def json_text(value: Any) -> str:
     """A value as JSON text. NaN and Inf, which JSON has no word for, become null."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=2, allow_nan=False) + "\n"
 
 
 @contextmanager

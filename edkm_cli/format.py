@@ -60,9 +60,8 @@ class QuantizationSpec:
     embedding_rows: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        versions: tuple[int, ...] = (
-            (FORMAT_VERSION, SCALED_VERSION) if str(self.lut_dtype) in LARGEST else (FORMAT_VERSION,)
-        )
+        versions: tuple[int, ...] = (FORMAT_VERSION,)
+        versions += (SCALED_VERSION,) if str(self.lut_dtype) in LARGEST else ()
         if self.palette != FREE or self.embedding_group is not None or self.module_bits:
             versions = (MIXED_VERSION if self.palette == FREE else PALETTE_VERSION,)
         versions = (EXPERTS_VERSION,) if self.split_experts or self.module_granularity else versions
@@ -226,12 +225,8 @@ class QuantizationSpec:
 
 
 _SINCE = {"embedding_group": MIXED_VERSION, "module_bits": MIXED_VERSION, "palette": PALETTE_VERSION}
-_SINCE |= {
-    "split_experts": EXPERTS_VERSION,
-    "module_granularity": EXPERTS_VERSION,
-    "embedding_factors": FACTORS_VERSION,
-    "embedding_rows": ROWS_VERSION,
-}
+_SINCE |= {"split_experts": EXPERTS_VERSION, "module_granularity": EXPERTS_VERSION}
+_SINCE |= {"embedding_factors": FACTORS_VERSION, "embedding_rows": ROWS_VERSION}
 _OPTIONAL = {"skipped", *_SINCE}
 
 

@@ -155,10 +155,8 @@ class Granularity:
         tile_rows = out_features if self.rows is None else self.rows
         tile_columns = in_features if self.columns is None else self.columns
         if tile_rows < 1 or tile_columns < 1 or out_features % tile_rows or in_features % tile_columns:
-            nearest = Granularity(
-                _nearest_divisor(out_features, tile_rows),
-                None if self.columns is None else _nearest_divisor(in_features, tile_columns),
-            )
+            columns = None if self.columns is None else _nearest_divisor(in_features, tile_columns)
+            nearest = Granularity(_nearest_divisor(out_features, tile_rows), columns)
             rule = f"granularity {self} does not divide {layer} of shape ({out_features}, {in_features})"
             raise UserError(f"{rule}; the nearest that fits is {nearest}")
         return tile_rows, tile_columns

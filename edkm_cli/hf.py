@@ -48,12 +48,17 @@ class EdkmConfig(QuantizationConfigMixin):
 class EdkmQuantizer(HfQuantizer):
     """Builds the palettized modules before the weights are read, and checks them after."""
 
+    is_trainable = True  # adapters on packed layers: their products are differentiable in the input
     requires_calibration = True  # a dense model is compressed by `edkm compress`, not while loading
 
     quantization_config: EdkmConfig
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
-        stored = None
+        told, stored = getattr(model.config, "distributed_config", None), None
+        if any((getattr(told, f"{kind}_size", 1) or 1) > 1 for kind in ("tp", "ep", "pp")):
+            raise UserError(
+                "transformers divides no packed matrices among processes; serve with vLLM, or use one process"
+            )
         if checkpoint_files:
             stored = {name for file in checkpoint_files for name, *_ in header(Path(file), remedy=AGAIN)}
         foreign = foreign_modules(model, stored) if stored is not None else set()
@@ -100,11 +105,6 @@ class EdkmQuantizer(HfQuantizer):
                 kind = type(module).__name__
                 raise UserError(f"{name} must be packed to be saved, but is a {kind}; dequantize() the model first")
         return super().get_state_dict_and_metadata(model)
-
-    @property
-    def is_trainable(self) -> bool:
-        """Adapters on packed layers train: their products are differentiable in the input."""
-        return True
 
 
 def named_as(model: Any, spec: QuantizationSpec) -> QuantizationSpec:

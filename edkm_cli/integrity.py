@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from edkm_cli import model_files
 from edkm_cli.errors import UserError, named
 from edkm_cli.files import TORCH_DTYPES, read_json, verify_checksums
 from edkm_cli.format import QuantizationSpec, read_spec
@@ -32,6 +33,7 @@ def check_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) 
     if spec is None:
         found = "its config.json says otherwise" if (directory / "config.json").is_file() else "no config.json is there"
         raise UserError(f"{directory} must be a checkpoint written by edkm compress, but {found}")
+    model_files.require_no_adapter(directory)
     verify_checksums(directory)
     if (directory / "generation_config.json").is_file():  # transformers reads it together with the weights
         read_json(directory / "generation_config.json", remedy=AGAIN)
@@ -90,8 +92,7 @@ def read_config(directory: Path, *, trust_remote_code: bool = False) -> Any:
 def _no_model(directory: Path, error: Exception) -> UserError:
     if "trust_remote_code" in str(error):
         return needs_trust(str(directory))
-    rule = f"{directory}/config.json does not describe a model that can be built"
-    return UserError(f"{rule} ({named(error)}); {AGAIN}")
+    return UserError(f"{directory}/config.json describes no model that can be built ({named(error)}); {AGAIN}")
 
 
 def expected_tensors(

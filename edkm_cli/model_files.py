@@ -151,6 +151,12 @@ def check_numbers(path: Path, config: Any, *, remedy: str = FETCH_AGAIN, key: st
             raise UserError(f"{path}: {key} must be at most {limit}, got {str(config)[:40]}; {remedy}")
 
 
+def require_no_adapter(directory: Path) -> None:
+    """Raises UserError for a directory with an adapter beside the model, which transformers would add in silence."""
+    if (directory / "adapter_config.json").is_file():
+        raise UserError(f"{directory} holds an adapter beside the model (adapter_config.json); move it elsewhere")
+
+
 def has_safetensors(directory: Path) -> bool:
     """Whether a directory has weight files of the only kind that is read."""
     return (directory / SINGLE).is_file() or (directory / INDEX).is_file()

@@ -86,6 +86,7 @@ def _resolved(name: str) -> ModelSource:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"--model directory must hold a config.json, but {path} has none; give a model's directory")
+        model_files.require_no_adapter(path)
         return ModelSource(name, str(path), is_local=True)
     table = aliases()
     if name in table:
@@ -111,6 +112,8 @@ def loading(source: ModelSource) -> Iterator[None]:
     """Inside, what libraries raise becomes a UserError that says what to do about it."""
     try:
         yield
+    except UserError:  # says more by itself
+        raise
     except Exception as error:
         name, lines = source.name, " ".join(str(error).split())
         if "trust_remote_code" in lines:
@@ -294,9 +297,7 @@ def _take_rest(source: ModelSource, config: Any) -> None:
     elif right and said.get("type") == "linear":
         inner = {**inner, "rope_type": "linear", "factor": said["factor"]}
     if not right:
-        rule = (
-            f"--model {source.name} must have plain positions, or scaled linearly or as LLaMA 3's 8192, but has others"
-        )
+        rule = f"--model {source.name} must have plain positions, or scaled linearly or as LLaMA 3's 8192, not others"
         raise UserError(f"{rule}, {remedy}")
     config.rope_parameters = {**rope, "full_attention": inner} if "full_attention" in rope else inner
 

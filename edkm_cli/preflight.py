@@ -152,6 +152,10 @@ def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) 
     alone = not config.steps or (config.distill and not labels)  # nothing but the teacher is learnt
     holds = trains_whole_weights(config) and alone and start != "kmeans"
     held = holds if config.assignments == "auto" else config.assignments == "held"
+    for name, idle in (("start_passes", start != "reconstructed"), ("weight_decay", held and config.steps)):
+        if idle and getattr(config, name):
+            rule = f"--{name.replace('_', '-')} does nothing here (start {start}, assignments {'held' if held else 'free'})"
+            raise UserError(f"{rule}; leave it out", everywhere=True)
     # Each takes twice as long as a token of the start.
     calibration_tokens = min(max(2 * start_tokens // 5, _LEAST_CALIBRATION_TOKENS), _MOST_CALIBRATION_TOKENS)
     return replace(
@@ -286,11 +290,12 @@ def choose_dtype(dtype: str, device: str, *, master: bool = False) -> str:
     return dtype if dtype != "auto" else "bfloat16" if device.startswith("cuda") and not master else "float32"
 
 
-def needed_tokens(plan: RunPlan) -> int:
-    """Training tokens that a run has a use for, some more for sequences that are not filled."""
+def needed_tokens(plan: RunPlan, *, written: bool = False) -> int:
+    """Training tokens of each source that a run has a use for, or of what is `written` for it, some more for sequences that
+    are not filled."""
     config = plan.config
     trained, fitted = int(1.1 * plan.training_tokens), config.start_tokens or 0
-    if plan.writes_text and config.text_tokens:
+    if written and config.text_tokens:
         trained = min(trained, config.text_tokens)
     return max(trained, config.calibration_tokens or 0, fitted) + config.sequence_length
 

@@ -130,9 +130,7 @@ def rehearse_text(model: Any, *, tokens: int, device: str) -> None:
     _continue(model, ids, 3, torch.zeros(rows, length, device=model.device), iter(()), dtype)
 
 
-def _continue(
-    model: Any, ids: Tensor, until: int, draws: Tensor, steps: Iterator[Any], dtype: torch.dtype | None
-) -> Tensor:
+def _continue(model: Any, ids: Tensor, until: int, draws: Tensor, steps: Iterator, dtype: torch.dtype | None) -> Tensor:
     """`ids` (batch, tokens) continued until there are so many, in a cache with room for as many as there are `draws`."""
     cache = _cache(draws.shape[1], dtype) if dtype else DynamicCache(config=model.config)
     name, current = "cache" if "cache" in signature(model.forward).parameters else "past_key_values", ids
@@ -193,9 +191,7 @@ def _cache(length: int, dtype: torch.dtype) -> Any:
             if not self.is_initialized:
                 self.lazy_initialization(key_states, value_states)
                 both = (key_states, value_states)  # of other widths in multi-head latent attention
-                self.room = [
-                    states.new_empty(*states.shape[:2], length, states.shape[3], dtype=dtype) for states in both
-                ]
+                self.room = [x.new_empty(*x.shape[:2], length, x.shape[3], dtype=dtype) for x in both]
             start = self.get_seq_length()
             end = start + key_states.shape[-2]
             for room, states in zip(self.room, (key_states, value_states), strict=True):

@@ -72,7 +72,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 
 def parse_bytes(text: str) -> int:
     """`24GiB`, `80 GB`, `25769803776`. Raises UserError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", text.upper())
+    found = re.fullmatch(r"\s*(\d{1,20}(?:\.\d+)?)\s*([KMGT]?I?B)?\s*", text.upper())
     if found is None or (found[2] or "B") not in _UNITS:
         raise UserError(f"a size must be like 24GiB or 80GB, got {text!r}")
     return int(float(found[1]) * _UNITS[found[2] or "B"])
@@ -194,6 +194,8 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
             meant = f" (did you mean {close[0]!r}?)" if close else ""
             all_faults.append(f"unknown key {shown(name)}{meant}")
             continue
+        if value is False and "no" in (setting_of(known[name]).choices or ()):  # what YAML makes of the word
+            value = "no"
         try:
             clean = coerce(name, value, hints[name])
         except ValueError as error:

@@ -16,10 +16,17 @@ ALL_BITS = tuple(range(1, 9))
 SCALED_FAMILIES = ("llama", "mistral", "mixtral", "qwen2")
 # transformers' model type -> llama.cpp's architecture
 GGUF_FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+# What mlx-lm was seen to open, and to compute as transformers does; of GLM (not 4) it rotates all of a head, say.
+MLX_FAMILIES = (
+    "llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma4_text", "phi", "phi3",
+    "olmo2", "olmo3", "cohere", "cohere2", "granite", "stablelm", "smollm3", "helium", "glm4", "starcoder2", "nemotron",
+    "exaone4", "seed_oss", "hunyuan_v1_dense", "ernie4_5", "lfm2",
+)  # fmt: skip
 # Form -> families that it is known for, and kinds of rotary angles, which do not depend on the sequence.
 KNOWN = {
     "coreml": (("llama", "mistral", "qwen2"), ("default", "linear", "llama3", "yarn")),
     "gguf": (tuple(GGUF_FAMILIES), ("default", "linear", "llama3")),
+    "mlx": (MLX_FAMILIES, ("default", "linear", "llama3", "yarn", "proportional")),
 }
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as configurations call their number
 _IN_LAYER = re.compile(r"^(\w+)\.(\w+)\.(\d+)\.(.+)$")
@@ -123,10 +130,8 @@ def misfits(
         nearest = min(target.bits, key=lambda one: (abs(one - bits), one))
         found.append(f"{name} holds {_listed(target.bits)} bits, got {bits}; use --bits {nearest}")
     if target.granularities and str(geometry) not in target.granularities:
-        wanted = str(target.settings["granularity"])
-        found.append(
-            f"{name} holds tables of {_listed(target.granularities)}, got {geometry}; use --granularity {wanted}"
-        )
+        use = f"use --granularity {target.settings['granularity']}"
+        found.append(f"{name} holds tables of {_listed(target.granularities)}, got {geometry}; {use}")
     elif not target.granularities and geometry.columns is not None:
         found.append(f"{name} holds tables of whole rows, got {geometry}; use --granularity row:1 or tensor")
     if lut_dtype not in ("auto", *target.lut_dtypes):
@@ -174,7 +179,7 @@ def check_model(
         rope = getattr(architecture, "rope_parameters", None) or {}
         (families, rotary), kind = KNOWN[form], rope.get("full_attention", rope).get("rope_type", "default")
         facts += [("decoders of", families, architecture.model_type), ("rotary angles", rotary, kind)]
-    if form in (*KNOWN, "mlx") and architecture.model_type in GGUF_FAMILIES:  # these engines have one for each family
+    if form in KNOWN and architecture.model_type in GGUF_FAMILIES:  # these engines have one for each family
         used = getattr(architecture, "hidden_activation", None) or getattr(architecture, "hidden_act", "silu")
         gemma = architecture.model_type == "gemma3_text"
         used = "silu" if used == "swish" else used  # the same by another name

@@ -11,6 +11,7 @@ from edkm_cli import compress as module
 from edkm_cli.compress import Run, compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import load_documents, parse_source, tokenize
+from edkm_cli.distributed import ALONE
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.limits import require_same_perplexity
 from edkm_cli.evaluate.perplexity import perplexity
@@ -82,8 +83,15 @@ def test_a_changed_evaluation_text_is_another_run(model_directory, text_file, tm
 def test_accumulation_that_the_launcher_was_told_is_not_applied_twice(monkeypatch):
     monkeypatch.setitem(os.environ, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     with pytest.raises(UserError, match="give both the same number"):
-        require_launch(CompressConfig(gradient_accumulation=2))
-    require_launch(CompressConfig(gradient_accumulation=4))
+        require_launch(CompressConfig(gradient_accumulation=2), ALONE)
+    require_launch(CompressConfig(gradient_accumulation=4), ALONE)
+
+    def refuse(*_, **__):
+        raise NotImplementedError("Using RTX 4000 series")
+
+    monkeypatch.setattr("accelerate.PartialState", refuse)
+    with pytest.raises(UserError, match="accelerate does not take this machine"):
+        require_launch(CompressConfig(gradient_accumulation=4), ALONE)
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from edkm_cli.compress import compress
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.directory import FILES, MARKER, OutputDirectory, settle
 from edkm_cli.files import sha256_of
+from edkm_cli.progress import Observer
 from edkm_cli.train.state import CHECKPOINTS, BestStep, Checkpoints
 from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settings
 from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, was_killed
@@ -88,6 +91,18 @@ def test_two_processes_stop_on_sigterm_and_one_goes_on_to_rounding(start, model_
     assert_same_to_rounding(tmp_path / "parts", tmp_path / "whole")
     assert metrics_of(tmp_path / "parts")[: len(before)] == before
     assert metrics_of(tmp_path / "parts") == pytest.approx(metrics_of(tmp_path / "whole"), rel=1e-3)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_run_that_memory_ended_goes_on_with_less_of_it_to_the_same_bits(model_directory, text_file, tmp_path, held):
+    changes = {"assignments": "held" if held else "free", "gradient_checkpointing": False}
+    for name in ("whole", "parts"):
+        config = settings(model_directory, text_file, tmp_path / name, **changes)
+        with pytest.raises(Preempted, match="after step 2 of 4") if name == "parts" else nullcontext():
+            compress(config, observer=stop_after(2) if name == "parts" else Observer())
+    compress(replace(config, gradient_checkpointing=True, offload="cpu"), resume=True)
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], tensor) for name, tensor in parts.items())
 
 
 @pytest.mark.parametrize("held", [True, False])

@@ -183,5 +183,15 @@ def test_a_size_and_bits_are_not_both_given(tmp_path):
     file.write_text("model: m\ntarget_size: 64MB\n")
     with pytest.raises(UserError, match="leave bits or target_size out"):
         build_config(file, {"bits": 4})
+    file.write_text("model: m\ntarget_size: 64MB\nbits: 4\n")
+    with pytest.raises(UserError, match="leave bits or target_size out"):
+        build_config(file, {})
+    with pytest.raises(UserError, match="a size must be like 24GiB"):
+        build_config(None, {"model": "m", "target_size": "9" * 400})
     file.write_text("model: m\nbits: 4\n")
     assert build_config(file, {"target_size": "64MB"}).target_size == "64MB"  # a flag stands above a file
+
+
+def test_no_is_a_word_where_yaml_makes_a_truth_value_of_it(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: m\nmixed_precision: no\n")
+    assert build_config(tmp_path / "c.yaml", {}).mixed_precision == "no"

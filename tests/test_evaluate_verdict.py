@@ -193,6 +193,8 @@ def test_limits_and_options_of_tasks_are_refused_where_they_would_say_nothing(mo
     line = refused("eval", model_directory, "--data", "builtin", "--max-kl", 0.1, "--limit", 5)
     assert "max_kl says nothing without --reference" in line
     assert "limit says nothing without --tasks" in line
+    line = refused("export", model_directory, "--to", "dense", "-o", "out", "--context", 512)
+    assert "context says nothing without --verify perplexity" in line
 
 
 def test_a_page_is_another_file_than_the_result(model_directory, tmp_path):

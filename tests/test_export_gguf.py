@@ -8,7 +8,7 @@ import edkm_cli
 from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.export.command import export_model
-from edkm_cli.export.formats.gguf_model import _split
+from edkm_cli.export.formats.gguf_model import _split, _tokens
 from edkm_cli.export.formats.options import Options
 from families import family
 from helpers import paletted, refused, run
@@ -149,3 +149,8 @@ def test_gemma_s_scale_of_attention_is_llama_cpp_s(ids, tmp_path):
         expected, got = ours(ids % 257).logits, read(ids % 257).logits
     assert read.config.query_pre_attn_scalar == 64
     assert (got - expected).norm() < 0.02 * expected.norm()
+
+
+def test_tokens_of_the_user_are_text_as_it_is_searched_for():
+    added = [{"id": 2, "content": "\u2581\u2581", "special": False}, {"id": 1, "content": "<\u2581>", "special": True}]
+    assert _tokens({"vocab": {"\u2581a": 0}}, added, 4)[0] == ["\u2581a", "<\u2581>", "  ", "[PAD3]"]

@@ -268,8 +268,11 @@ def test_an_adapter_of_another_base_or_one_that_is_merged_already_is_refused(pac
 
 def test_a_merge_learns_as_the_adapter_did(packed, text_file, tmp_path):
     finetune(packed, settings(text_file, tmp_path / "adapter", steps=1, packing=True, train_on="all"))
+    report = json.loads((tmp_path / "adapter" / "finetune.json").read_text())
+    report["config"]["streaming"] = False  # a part of a hub set can be had in no other way
+    (tmp_path / "adapter" / "finetune.json").write_text(json.dumps(report))
     found = with_data(MergeConfig(adapter=str(tmp_path / "adapter")), tmp_path / "adapter")
-    assert (found.packing, found.train_on) == (True, "all")
+    assert (found.packing, found.train_on, found.streaming) == (True, "all", False)
     asked = MergeConfig(adapter=str(tmp_path / "adapter"), packing=False, train_on="completions")
     found = with_data(asked, tmp_path / "adapter")
     assert (found.packing, found.train_on) == (False, "completions")

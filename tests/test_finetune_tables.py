@@ -183,6 +183,8 @@ def test_what_does_not_go_together_is_refused_in_one_line(packed, model_director
     tables = ("finetune", packed, "--data", text_file, "-o", tmp_path / "out", "--train", "tables")
     assert "lora_rank is of an adapter" in refused(*tables, "--lora-rank", 4)
     assert "target_modules is of an adapter" in refused(*tables, "--target-modules", "q_proj")
+    both = [text for name in ("all-linear", "lm_head") for text in ("--target-modules", name)]
+    assert "target_modules all-linear stands alone" in refused("finetune", packed, "--data", text_file, *both)
     adapter = ("finetune", packed, "--data", text_file, "-o", tmp_path / "out")
     assert "use train tables" in refused(*adapter, "--reference", model_directory)
     assert "label_weight stands beside" in refused(*tables, "--label-weight", 0.5)

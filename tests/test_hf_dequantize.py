@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,3 +194,11 @@ def test_what_is_computed_stays_as_it_is_where_weights_are_rounded(tmp_path):
     assert torch.equal(model.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name).bfloat16())  # rounded once
+
+
+def test_layers_are_not_divided_by_transformers(tmp_path):
+    own(tmp_path)
+    config = load_config(resolve(str(tmp_path)), may_be_quantized=True)
+    config.distributed_config = SimpleNamespace(tp_size=2)
+    with pytest.raises(UserError, match="transformers divides no packed matrices"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, config=config)

@@ -254,3 +254,13 @@ def test_by_default_embeddings_give_bits_to_the_linears(model_directory, text_fi
     assert ours["decoder_bits_per_weight"] > uniform["decoder_bits_per_weight"]
     assert ours["model_bits_per_weight"] <= 1.01 * uniform["model_bits_per_weight"]
     assert run("asked", embedding_bits=8)[1].embedding_bits == 8
+
+
+def test_rows_of_small_numbers_keep_them_in_float16():
+    weight = 3e-4 * torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    spec = QuantizationSpec(
+        bits=4, palette="affine", granularity="block:1x32", embedding_bits=8, embedding_group=32, lut_dtype="float16"
+    )
+    layer = PalettizedEmbedding(torch.nn.Embedding(64, 64), spec)
+    layer.fill(weight)
+    assert (layer.dequantize() - weight).norm() < 0.01 * weight.norm()

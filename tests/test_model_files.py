@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from edkm_cli import model_files, models
 from edkm_cli.errors import UserError
+from edkm_cli.hf import load
 from edkm_cli.model_files import check_model_files, check_numbers
-from helpers import byte_tokenizer, compress_arguments, refused, run, tiny_llama
+from helpers import byte_tokenizer, cluster, compress_arguments, export, refused, run, tiny_llama
 
 
 @pytest.fixture
@@ -130,3 +131,13 @@ def test_added_tokens_that_nothing_uses_may_lie_beyond_the_model():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     model_files.check_tokenizer("tiny", tokenizer, tiny_llama().config)
+
+
+def test_an_adapter_beside_a_model_is_refused_where_transformers_would_add_it(model_directory, tmp_path):
+    dense, packed = shutil.copytree(model_directory, tmp_path / "dense"), tmp_path / "packed"
+    export(*cluster(tiny_llama()), packed)
+    for directory in (dense, packed):
+        (directory / "adapter_config.json").write_text("{}")
+        assert "holds an adapter beside the model" in refused("eval", directory, "--data", "builtin")
+    with pytest.raises(UserError, match="holds an adapter beside the model"):
+        load(packed)

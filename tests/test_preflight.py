@@ -109,9 +109,18 @@ def test_more_steps_pass_over_less_text_again(model_directory):
         "calibration_tokens": 64,
     }
     plans = [plan_run(CompressConfig(**settings, text_tokens=tokens), HERE) for tokens in (1024, None)]
-    assert [needed_tokens(plan) for plan in plans] == [2048 + 64, int(1.1 * 40 * 64) + 64]
+    assert [needed_tokens(plan, written=True) for plan in plans] == [2048 + 64, int(1.1 * 40 * 64) + 64]
+    assert {needed_tokens(plan) for plan in plans} == {int(1.1 * 40 * 64) + 64}  # of what else there is
     with pytest.raises(UserError, match="--data names no self"):
         resolved(text_tokens=1024, data=("builtin",))
+
+
+def test_what_would_do_nothing_is_refused():
+    with pytest.raises(UserError, match=r"--weight-decay does nothing here .*assignments held"):
+        resolved(weight_decay=0.1)
+    assert resolved(weight_decay=0.1, assignments="free").weight_decay == 0.1
+    with pytest.raises(UserError, match=r"--start-passes does nothing here \(start kmeans"):
+        resolved(start_passes=1, start="kmeans")
 
 
 def test_nothing_is_left_open_and_what_is_resolved_stays():

@@ -1,6 +1,7 @@
 """`edkm compare` on a tiny model: rows that agree with the methods themselves, reuse, failures, table and figure."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import torch
 
 import edkm_cli
 from edkm_cli import data, models
+from edkm_cli.config import build_config
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.report.charts import save
@@ -323,6 +325,19 @@ class TestSettings:
         found = settings_of(Entry.parse("llm_qat:learning_rate=3e-4"), CompareConfig(model="smollm2-360m", steps=7))
         assert found["arguments"]["learning_rate"] == 3e-4
         assert found["arguments"]["steps"] == 7
+
+    def test_a_row_takes_what_compress_takes(self):
+        config = CompareConfig(model="smollm2-360m")
+        target = settings_of(Entry.parse("edkm:target=mlx:4:embedding_bits=16"), config)["arguments"]
+        assert (target["bits"], target["embedding_bits"], target["embedding_group"]) == (4, 16, 0)
+        sized = settings_of(Entry.parse("edkm:target_size=400MB:max_grad_norm=inf:mixed_precision=no"), config)[
+            "arguments"
+        ]
+        assert (sized["max_grad_norm"], sized["mixed_precision"]) == ("inf", "no")
+        assert (
+            build_config(None, {name: value for name, value in sized.items() if name != "bits"}).max_grad_norm
+            == math.inf
+        )
 
     @pytest.mark.parametrize(
         ("flags", "message"),

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import transformers
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -233,3 +234,57 @@ def test_attention_of_other_tensors_is_left_to_torch():
     assert attend(query.double(), keys.double(), keys.double(), 1.0) is None
     assert attend(query, keys.transpose(1, 2).contiguous().transpose(1, 2), keys, 1.0) is None
     assert attend(query[..., :24], keys[..., :24], keys[..., :24], 1.0) is None
+
+
+def _pruned(model):
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+
+
+def _swapped(model):
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def _replaced(model):
+    model.model.layers = torch.nn.ModuleList([*model.model.layers][::-1])
+    for index, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = index
+
+
+@pytest.mark.parametrize("change", [_pruned, _swapped, _replaced])
+def test_layers_that_are_exchanged_are_those_that_are_computed_with(llama, monkeypatch, change):
+    run(llama, monkeypatch, shortcut=True)
+    change(llama)
+    found, expected = (run(llama, monkeypatch, shortcut=shortcut)[0] for shortcut in (True, False))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_class_whose_forward_somebody_changed_is_asked(directories, monkeypatch, before):
+    kind = transformers.models.llama.modeling_llama.LlamaAttention
+    plain, calls = kind.forward, []
+
+    def changed(self, *args, **kwargs):
+        calls.append(1)
+        return plain(self, *args, **kwargs)
+
+    if before:
+        monkeypatch.setattr(kind, "forward", changed)
+    model = edkm_cli.load(directories["llama"], dtype="float32")
+    run(model, monkeypatch, shortcut=True)
+    monkeypatch.setattr(kind, "forward", changed)
+    calls.clear()
+    run(model, monkeypatch, shortcut=True)
+    assert len(calls) == 2 * (1 + len(TOKENS))
+    decoder = transformers.LlamaModel
+    monkeypatch.setattr(decoder, "forward", lambda self, *args, **kwargs: calls.append("decoder"))
+    assert model.model(PROMPT) is None
+
+
+def test_the_default_device_is_not_asked(llama):
+    with torch.no_grad():
+        cache = llama(PROMPT, use_cache=True).past_key_values
+        with torch.device("meta"):
+            logits = llama(torch.tensor([[3]], device="cpu"), past_key_values=cache).logits
+    assert logits.device.type == "cpu"

@@ -1,11 +1,14 @@
 """What export formats can hold of a model, known from its configuration and shapes alone."""
 
 import pytest
+import torch
 from transformers import AutoConfig
 
+from edkm_cli.clustering.grids import Grid
 from edkm_cli.config import build_config
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
+from edkm_cli.granularity import Granularity
 from edkm_cli.preflight import plan_run
 from edkm_cli.targets import TARGETS, check_model, closest, falls_back, full_positions, repeated_layers
 from families import family
@@ -69,6 +72,9 @@ def test_an_ordinary_decoder_fits_every_target(name):
         ("mlx:4", architecture("mixtral"), LAYERS, "holds no experts, but the model has some"),
         ("w4a16", architecture("qwen2_moe"), LAYERS, "holds no experts, but the model has some"),
         ("mlx:4", architecture("glm4_moe"), LAYERS, "holds no experts, but the model has some"),
+        ("mlx:4", architecture("gpt_neox"), LAYERS, "mlx knows decoders of llama, .* got gpt_neox"),
+        ("mlx:4", architecture("glm"), LAYERS, "mlx knows decoders of llama, .* got glm"),
+        ("mlx:4", architecture(rope_parameters=DYNAMIC), LAYERS, "mlx knows rotary angles .* got dynamic"),
     ],
 )
 def test_what_does_not_fit_is_named_with_a_remedy(name, model, layers, message):
@@ -127,3 +133,24 @@ def test_embeddings_of_a_target_may_stay_as_they_are(target, text_file, tmp_path
     assert plan.spec.embedding_bits == 16
     with pytest.raises(UserError, match="embedding_group is for compressed embeddings"):
         build_config(None, flags | {"embedding_group": 32})  # which somebody has given
+
+
+@pytest.mark.parametrize(("bits", "tile", "limit"), [(4, 32, 0.05), (2, 16, 0.16)])
+def test_tiles_far_above_zero_have_multiples_that_reach_them(bits, tile, limit):
+    """llama.cpp's super-blocks have no offset above zero."""
+    grid = Grid("affine", bits, "int8")
+    for sign in (1, -1):
+        w = sign * (0.05 + 0.01 * torch.randn(4, 512, generator=torch.Generator().manual_seed(0)))
+        granularity = Granularity.parse(f"block:1x{tile}")
+        table = grid.tables(grid.start(w, granularity=granularity))
+        values = w.view(-1, tile)
+        nearest = table.gather(1, (table[:, None] - values[..., None]).abs().argmin(2))
+        assert (nearest - values).norm() < limit * values.norm()
+
+
+@pytest.mark.parametrize("bits", [4, 5])
+def test_super_blocks_of_the_smallest_numbers_keep_them(bits):
+    grid, w = Grid("affine", bits, "int8"), 1e-5 * torch.randn(1, 256, generator=torch.Generator().manual_seed(0))
+    table = grid.tables(grid.start(w, granularity=Granularity.parse("block:1x32")))
+    nearest = table.gather(1, (table[:, None] - w.view(-1, 32, 1)).abs().argmin(2))
+    assert (nearest - w.view(-1, 32)).norm() < 0.2 * w.norm()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace as Fake
+
 import torch
 
 from edkm_cli.config import TrainingSettings
 from edkm_cli.distributed import ALONE
 from edkm_cli.nn.parts import Parts
-from edkm_cli.train.loop import hard_loss
+from edkm_cli.train.loop import _Training
 from edkm_cli.train.losses import Beside, Objective
 from helpers import cluster, tiny_llama
 
@@ -21,5 +24,7 @@ def test_the_hard_loss_is_the_whole_objective_of_the_snapped_model(ids):
         expected = float(objective.loss(parts, ids))
         less = float(Objective(Beside(teacher)).loss(student, ids))
     student.train()
-    assert hard_loss(student, parts, objective, ids, 0, config, ALONE) == expected != less
+    alone = {"world": ALONE, "accelerator": Fake(autocast=nullcontext)}
+    run = Fake(model=student, _parts=parts, objective=objective, config=config, **alone)
+    assert _Training.hard_loss(run, ids, 0) == expected != less
     assert student.training

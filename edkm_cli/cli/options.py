@@ -181,6 +181,4 @@ def finish(text: str, result: dict[str, Any], json_file: Path | None) -> None:
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise UserError(
-                f"--json {json_file} could not be written ({error}); the result is printed above"
-            ) from error
+            raise UserError(f"--json {json_file} cannot be written ({error}); the result is printed above") from error

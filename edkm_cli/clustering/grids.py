@@ -101,7 +101,7 @@ class Grid:
         else:
             unit = blocks.amax(1, keepdim=True).clamp_min(0) / high
         unit = round_lut(unit, "float16")
-        return torch.where(unit == 0, torch.finfo(torch.float16).smallest_normal, unit)
+        return torch.where(unit == 0, 2.0**-24, unit)  # float16's smallest number
 
     def _multiples(self, numbers: Tensor, *, least: bool) -> Tensor:
         _, low, high = MULTIPLES[self.palette, self.bits]
@@ -157,7 +157,12 @@ class Grid:
         parts = zip(values.split(_GROUPS), masses.split(_GROUPS), strict=True)
         # A scale's unit depends on its neighbours'.
         grid = replace(self, lut_dtype="float16") if self.super_tiles else self
-        return torch.cat([grid._search(part, mass) for part, mass in parts])
+        found = torch.cat([grid._search(part, mass) for part, mass in parts])
+        offsets = self._numbers(found)[1] if self.super_tiles else None
+        if offsets is not None:  # of multiples none is above zero: such tiles reach from zero to their largest number
+            from_zero = self.parameters(values.amax(1) / (2**self.bits - 1), torch.zeros_like(offsets))
+            found = torch.where(offsets[:, None] > 0, from_zero, found)
+        return found
 
     def starts(self, weight: Tensor, widths: Sequence[int], **options: Any) -> list[Tensor]:
         """`start` of the grid with other numbers of bits, ascending; tables that are free are found together."""

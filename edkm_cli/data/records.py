@@ -252,13 +252,8 @@ def _generation_spans(tokenizer: Any, messages: list[dict[str, Any]], tools: Any
         return None
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    texts, spans = render_jinja_template(
-        conversations=[messages],
-        tools=tools,
-        chat_template=tokenizer.get_chat_template(None, tools),
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
+    how = {"chat_template": tokenizer.get_chat_template(None, tools), "return_assistant_tokens_mask": True}
+    texts, spans = render_jinja_template(conversations=[messages], tools=tools, **how, **tokenizer.special_tokens_map)
     if texts[0] != whole or not spans or not spans[0]:
         return None
     return [(int(start), int(end)) for start, end in spans[0]]

@@ -180,12 +180,6 @@ def builtin_texts(name: str = BUILTIN) -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def held_out_start(sizes: list[int]) -> int:
-    """The first unit of the last tenth, by characters; at least one stays on each side where there are two."""
-    first = bisect_right(list(accumulate(sizes)), (1 - HELD_OUT_FRACTION) * sum(sizes))
-    return max(first, 1) if len(sizes) > 1 else first
-
-
 def _divided(parts: Iterator[Part], split: str, source: Source) -> Iterator[Part]:
     """Of what is read once, from front to back: the last tenth where it proves short, else the first megabyte."""
     whole, size = is_whole(source), 0
@@ -201,7 +195,9 @@ def _divided(parts: Iterator[Part], split: str, source: Source) -> Iterator[Part
     if all(isinstance(unit, str) and not unit.strip() for unit in units):
         raise UserError(f"{source.option} must hold text, but {source.name} is empty; give a source with text")
     sizes = [characters(unit) for unit in units]
-    cut = len(units) if split == ALL else held_out_start(sizes)
+    cut = len(units)
+    if split != ALL:  # the last tenth, by characters; at least one unit stays on each side where there are two
+        cut = max(bisect_right(list(accumulate(sizes)), (1 - HELD_OUT_FRACTION) * sum(sizes)), len(units) > 1)
     if split != ALL and not 0 < cut < len(units):
         rule = f"{source} must have at least two documents or lines with text, but has {sum(map(bool, sizes))}"
         raise UserError(f"{rule}; give a source with more, or name its column with --data-column")

@@ -64,14 +64,8 @@ class TrainingData:
 
     def blocks(self, sequence_length: int, *, seed: int) -> Blocks:
         """The sequences of training."""
-        return Blocks(
-            self.stores,
-            sequence_length,
-            seed=seed,
-            weights=self.weights,
-            packing=self.options.packing,
-            long_records=self.options.long_records,
-        )
+        layout: dict[str, Any] = {"packing": self.options.packing, "long_records": self.options.long_records}
+        return Blocks(self.stores, sequence_length, seed=seed, weights=self.weights, **layout)
 
     def calibration_batches(self, length: int, *, limit: int, seed: int) -> list[Tensor]:
         """The first sequences (1, `length`) of running text, whatever the options say, in an order of the seed: together at

@@ -77,7 +77,7 @@ def _write_one_layer(plan: RunPlan, folder: Path) -> Any:
 
 def _text_seconds(plan: RunPlan, model: Any) -> float:
     """Of the text that the model writes, from a few tokens of as many sequences as it writes together."""
-    sequences, length = text_shape(plan.architecture, needed_tokens(plan))
+    sequences, length = text_shape(plan.architecture, needed_tokens(plan, written=True))
     model = model.to(plan.world.device, getattr(torch, plan.dense_dtype))
     batches = -(-sequences // at_once(plan.skeleton, length, cache_dtype(model, model.device.type)))
     begin = time.perf_counter()
@@ -101,13 +101,7 @@ def _measured(plan: RunPlan, folder: Path, start_tokens: int) -> dict[str, float
     values |= {"model": str(folder / "model"), "revision": None, "output": str(folder / "out")}
     values |= {"data": (str(folder / "text.txt"),), "eval_data": (), "eval_windows": 1, "eval_every": 0, "log_with": ()}
     values |= {"steps": min(_STEPS, plan.config.steps), "start_tokens": max(2, start_tokens), "save_every": 0}
-    values |= {
-        "skip": (),
-        "text_tokens": None,
-        "keep_best": False,
-        "max_perplexity_ratio": 0.0,
-        "long_records": "split",
-    }
-    config = replace(plan.asked, overrides=(), target_size=None, **values)
+    values |= {"text_tokens": None, "keep_best": False, "max_perplexity_ratio": 0.0, "long_records": "split"}
+    config = replace(plan.asked, skip=(), overrides=(), target_size=None, **values)
     seconds.update(compress(config, observer=Observer(track), overwrite=True)["seconds"])
     return seconds

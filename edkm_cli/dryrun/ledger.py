@@ -99,9 +99,7 @@ class Ledger(TorchDispatchMode):
         share: the fraction of a new storage that is counted, for one of several holders.
     """
 
-    def __init__(
-        self, *, call: Call | None = None, part_of: Callable[[Tensor], str] | None = None, granule: int = 1
-    ) -> None:
+    def __init__(self, *, call: Call | None = None, part_of: Callable[[Tensor], str] | None = None, granule: int = 1):
         super().__init__()
         self.accounts = {DEVICE: Account(), HOST: Account()}
         self.part, self.place, self.share, self.phase = "other", DEVICE, 1.0, "start"

@@ -114,9 +114,8 @@ def process_bytes(plan: RunPlan) -> int:
     """What the process takes before the first tensor, as it is now: all that a run imports is imported."""
     vocabulary = plan.architecture.get_text_config(decoder=True).vocab_size
     rounds = plan.config.start == "reconstructed" and not plan.world.gpu and multiplies_bfloat16("cpu")
-    return (
-        psutil.Process().memory_info().rss + _TOKENIZER_BYTES * vocabulary + _FIRST_USE_BYTES + _ROUNDING_BYTES * rounds
-    )
+    now = psutil.Process().memory_info().rss
+    return now + _TOKENIZER_BYTES * vocabulary + _FIRST_USE_BYTES + _ROUNDING_BYTES * rounds
 
 
 def estimate(plan: RunPlan, runtime_bytes: int) -> Need:

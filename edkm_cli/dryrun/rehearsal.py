@@ -142,7 +142,7 @@ class Rehearsal:
         rounded = rounded_bytes(self._skeleton, alone=self._streams) if self._rounds else 0
         with self._ledger.more(rounded, WEIGHTS):
             model = self._dense_model(self.plan.dense_dtype)
-            rehearse_text(model, tokens=needed_tokens(self.plan), device=self.world.device)
+            rehearse_text(model, tokens=needed_tokens(self.plan, written=True), device=self.world.device)
             del model  # what is rounded of it is taken off until here
 
     def _evaluate(self, model: Any) -> None:

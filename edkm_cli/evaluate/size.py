@@ -41,12 +41,8 @@ def footprint(model: nn.Module) -> Footprint:
             outside = [t for t in (bias, fresh.get("lut_scale")) if t is not None and (t is bias or t.numel() == 1)]
             decoder_bytes += size - sum(t.nbytes for t in outside)
             decoder_weights += weights - (0 if bias is None else bias.numel())
-    return Footprint(
-        total_bytes,
-        8 * decoder_bytes / decoder_weights if decoder_weights else float("nan"),
-        8 * total_bytes / max(total_weights, 1),
-        total_weights,
-    )
+    of_decoder = 8 * decoder_bytes / decoder_weights if decoder_weights else float("nan")
+    return Footprint(total_bytes, of_decoder, 8 * total_bytes / max(total_weights, 1), total_weights)
 
 
 def _identity(tensor: Tensor) -> int:

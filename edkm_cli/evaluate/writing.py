@@ -82,18 +82,12 @@ def compare_writing(
     places = {kind: [index for index, prompt in enumerate(asked) if prompt.kind == kind] for kind in kinds}
 
     def figures(some: Sequence[int]) -> dict[str, Any]:
-        return {
-            "prompts": len(some),
-            "identical": fmean(same[index] for index in some),
-            "parts_at": median(parted[index] for index in some),
-        }
+        share = fmean(same[index] for index in some)
+        return {"prompts": len(some), "identical": share, "parts_at": median(parted[index] for index in some)}
 
     def style(texts: list[list[int]]) -> dict[str, float]:
-        return {
-            "repetition": fmean(_repetition(text) for text in texts),
-            "stopped": fmean(text[-1] in ends for text in texts),
-            "tokens": fmean(len(text) for text in texts),
-        }
+        stopped = fmean(text[-1] in ends for text in texts)
+        return {"repetition": fmean(map(_repetition, texts)), "stopped": stopped, "tokens": fmean(map(len, texts))}
 
     def example(index: int) -> dict[str, Any]:
         texts = {"model": ours[index], "reference": theirs[index]}

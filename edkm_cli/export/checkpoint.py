@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +46,8 @@ _CHUNK = 2**22
 def tensor_record(tensor: Tensor) -> dict[str, Any]:
     """dtype, shape and sha256 of a tensor; of floating ones their mean magnitude and the largest, of integers the sum."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    record: dict[str, Any] = {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "sha256": digest([("", flat)]),
-    }
+    record: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+    record["sha256"] = digest([("", flat)])
     if flat.numel() == 0:
         return record
     if not flat.is_floating_point():
@@ -71,9 +68,7 @@ class DenseFormat:
     wider: frozenset[str] = frozenset()
 
     @classmethod
-    def of(
-        cls, model: Any, dtype: torch.dtype, stored: Mapping[str, torch.dtype], *, world: World = ALONE
-    ) -> "DenseFormat":
+    def of(cls, model: Any, dtype: torch.dtype, stored: Mapping[str, torch.dtype], world: World = ALONE) -> Self:
         """Of a model as it was loaded, before anything trains. What the source has `stored` with more bytes keeps them, and
         so does a tensor that its files do not name, or that are not at hand, where `dtype` would round it."""
         wider = {name for name, kind in stored.items() if kind.itemsize > dtype.itemsize}
@@ -86,7 +81,7 @@ class DenseFormat:
         return cls(dtype, frozenset(wider))
 
     @classmethod
-    def as_it_is(cls, model: Any) -> "DenseFormat":
+    def as_it_is(cls, model: Any) -> Self:
         """Every tensor in the dtype that `model` has it in."""
         dtypes = [parameter.dtype for name, parameter in model.named_parameters() if not name.endswith(".centroids")]
         return cls(dtypes[0] if dtypes else model.config.dtype, frozenset(model.state_dict()))

@@ -79,9 +79,7 @@ class OutputDirectory:
         if str(self.path).encode(errors="replace").decode() != str(self.path):  # a tokenizer is not saved there
             raise UserError(f"--output must have a name in UTF-8, got {os.fsencode(self.path)!r}; choose another")
         if os.path.ismount(self.path):
-            raise UserError(
-                f"--output {self.path} is where a disk is mounted, which cannot be replaced; name one inside"
-            )
+            raise UserError(f"--output {self.path} is where a disk is mounted and cannot be replaced; name one inside")
         if os.path.lexists(self.path) and not self.path.is_dir():
             raise UserError(f"--output must be a directory, but {self.path} is a file; choose another")
         if self.path.is_dir() and any(self.path.iterdir()):

@@ -36,7 +36,7 @@ SELF_TEXT = "self-text.safetensors"  # among the checkpoints: what the model wro
 # What may differ between a run and its resumption without changing the result.
 _FREE = (
     *("output", "save_every", "keep", "trust_remote_code", "model", "log_with", "timeout_minutes", "memory"),
-    "max_perplexity_ratio",
+    *("max_perplexity_ratio", "gradient_checkpointing", "offload"),  # kept or computed again: the same numbers
     *("data_workers", "rebuild_cache"),
     *("compare_dense", "dense_learning_rate"),  # a training of its own, known by its rate
 )
@@ -57,14 +57,7 @@ class Session:
     text: Tensor | None = None  # that a model wrote for this run
 
     def __init__(
-        self,
-        config: Any,
-        sources: Sequence[data.Source],
-        world: World,
-        watch: Observer,
-        *,
-        dtype: str,
-        mixed: str = "no",
+        self, config: Any, sources: Sequence[data.Source], world: World, watch: Observer, dtype: str, mixed: str = "no"
     ):
         self.config, self.sources, self.world, self.watch = config, sources, world, watch
         self.dtype, self.mixed_precision, self.clock = dtype, mixed, Clock()
@@ -76,7 +69,9 @@ class Session:
             try:
                 return self.steps()
             except Preempted:
-                if self.output.marked() is not None:  # with the time that this part has taken
+                if self.world.on_main(
+                    lambda: self.output.marked() is not None
+                ):  # with the time that this part has taken
                     self.mark()
                 raise
 
@@ -89,23 +84,20 @@ class Session:
         """Whether a model writes some of the training text."""
         return any(source.needs_model for source in self.sources)
 
-    def open_texts(self, architecture: Any, *, token_limit: int, stages: Sequence[str] = STAGES) -> None:
+    def open_texts(
+        self, architecture: Any, *, token_limit: int, written_limit: int | None = None, stages: Sequence[str] = STAGES
+    ) -> None:
         """The texts that are measured at `stages`, and the training data, of which there is a use for so many tokens, but
-        what a model is yet to write. Raises UserError where a text cannot be had, changes while it is read, or has tokens
-        that the model of this configuration has no embeddings of."""
+        what a model is yet to write (`written_limit` tokens, if it is given). Raises UserError where a text cannot be had,
+        changes while it is read, or has tokens that the model of this configuration has no embeddings of."""
         config, say = part_of(TextSettings, self.config), self.watch.say
         for warning in too_long(architecture, lengths_of(self.config)):
             say(f"WARNING: {warning}")
-        self._token_limit = token_limit
+        self._written_limit = written_limit or token_limit
         with unchanged([*self.sources, *data.parse_sources(config.eval_data, "--eval-data")]):
             self._documents = evaluation_documents(config, self.sources, self.tokenizer)
-            self.measured = Measurements(
-                {name: data.tokenize(text, self.tokenizer) for name, text in self._documents.items()},
-                context=config.context,
-                max_windows=config.eval_windows,
-                track=self.watch.track,
-                stages=stages,
-            )
+            texts = {name: data.tokenize(text, self.tokenizer) for name, text in self._documents.items()}
+            self.measured = Measurements(texts, config.context, config.eval_windows, self.watch.track, stages)
             about: dict[str, Any] = {"options": config, "token_limit": token_limit, "say": say}
             about["written"] = NOT_WRITTEN if self.writes_text else None
             self.data = data.open_training_data(self.sources, self.tokenizer, **about)
@@ -154,7 +146,7 @@ class Session:
         """
         if self.writes_text:
             assert layers is not None
-            as_long = torch.zeros(text_shape(layers.model.config, self._token_limit), dtype=torch.int64)
+            as_long = torch.zeros(text_shape(layers.model.config, self._written_limit), dtype=torch.int64)
             self.data = self.data.with_written(data.store_of(as_long.numpy()))
             self.lay_out()
             sha256 = (self.unfinished or {}).get("text_sha256")
@@ -165,7 +157,7 @@ class Session:
 
     def _new_text(self, layers: Layers) -> Tensor:
         self.watch.say("the model writes its own text, once")
-        about: dict[str, Any] = {"tokens": self._token_limit, "seed": self.config.seed}
+        about: dict[str, Any] = {"tokens": self._written_limit, "seed": self.config.seed}
         about |= {"weights_sha256": self.weights_sha256(layers), "track": self.watch.track}
         return self.world.broadcast(self_text(layers.model, self.tokenizer, gathered=layers.gathered(), **about))
 
@@ -224,14 +216,9 @@ class Session:
 
     def training(self, staging: Path) -> dict[str, Any]:
         """What every training gets, beside what trains, by which objective, settings and text."""
-        return {
-            "staging": staging,
-            "world": self.world,
-            "mixed_precision": self.mixed_precision,
-            "measure": partial(self.measured.on_the_way, world=self.world),
-            "track": self.watch.track,
-            "show": self.watch.show,
-        }
+        shown: dict[str, Any] = {"track": self.watch.track, "show": self.watch.show}
+        shown["measure"] = partial(self.measured.on_the_way, world=self.world)
+        return {"staging": staging, "world": self.world, "mixed_precision": self.mixed_precision, **shown}
 
     def load_model(self, directory: Path) -> Any:
         """A compressed model, on the world's device."""

@@ -61,7 +61,7 @@ class _Run(PackedSession):
         super().__init__(directory, config, world, watch, dtype=choose_dtype(config.dtype, world.device))
         if self.writes_text and not config.reference:
             raise UserError("--data self is what the model says already; name a text to learn")
-        require_launch(config)
+        require_launch(config, world)
         self.tables = config.train == TABLES
         self.reference = Reference(self) if config.reference else None
         checkpointing = config.gradient_checkpointing

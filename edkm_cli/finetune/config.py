@@ -71,6 +71,8 @@ class FinetuneConfig(TrainingSettings, TextSettings):
             found.append(f"reference teaches tables, but train is {self.train}; use train {TABLES}")
         if self.train != TABLES and self.lut_learning_rate != FinetuneConfig.lut_learning_rate:
             found.append(f"lut_learning_rate is of tables, but train is {self.train}; leave one out")
+        if "all-linear" in self.target_modules and len(self.target_modules) > 1:
+            found.append("target_modules all-linear stands alone; leave it or the others out")
         if self.label_weight is not None and not self.reference:
             found.append("label_weight stands beside a reference's predictions, but there is none; leave it out")
         return found

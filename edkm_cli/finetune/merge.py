@@ -94,6 +94,7 @@ def with_data(config: MergeConfig, adapter: Path) -> MergeConfig:
     names = _names(trained_on.get("data"))
     require_data(names, f"since {adapter} does not say what it was trained on")
     learnt["eval_data"] = config.eval_data or _names(trained_on.get("eval_data"))
+    learnt["streaming"] = trained_on.get("streaming") if config.streaming is None else config.streaming
     return replace(config, data=names, data_column=config.data_column or trained_on.get("data_column"), **learnt)
 
 
@@ -155,7 +156,8 @@ class _Run(PackedSession):
         report = self._report(staging, layers, footprint(exported))
         write_json(staging / REPORT, report)
         limit = self.config.max_perplexity_ratio, staging, "give more --steps, keep the adapter, or allow more"
-        require_ratio(self.measured.perplexity, ("adapted", "merged"), *limit)
+        for row in self.measured.rows():
+            require_ratio(row, ("adapted", "merged"), *limit, f" on {row['data']}")
         title = f"{report['model']} with {report['adapter']} merged"
         made = "the adapter is part of the lookup tables and indices"
         page = card("checkpoint", report, title=title, made=made, file=REPORT)

@@ -116,9 +116,8 @@ def _inverted(lower: Tensor) -> Tensor:
 def _damped(hessian: Tensor, damping: float) -> Tensor:
     """A copy with `damping` of the mean diagonal added to the diagonal. An input that is always zero counts a little: its
     column is rounded to nearest."""
-    h = hessian.clone()
+    h, mean = hessian.clone(), hessian.diagonal().mean()
     diagonal = h.diagonal()
-    mean = diagonal.mean()
     diagonal[diagonal == 0] = 1.0
     diagonal += damping * mean
     return h
@@ -168,9 +167,7 @@ class Compensation:
         corrections: what changes a weight before it is rounded; None: nothing does.
     """
 
-    def __init__(
-        self, world: World = ALONE, corrections: Corrections | None = None, progress: Iterator[Any] | None = None
-    ):
+    def __init__(self, world: World = ALONE, corrections: Corrections | None = None, progress: Iterator | None = None):
         self._kept: dict[tuple[Any, str], Tensor] = {}  # what this process keeps of a sharded layer's parameters
         self._world, self._progress, self._corrections = world, progress or iter(()), corrections
         self._damping = _DAMPING if corrections is None else _DAMPING_OF_CORRECTIONS

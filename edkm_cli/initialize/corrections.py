@@ -170,7 +170,7 @@ class Corrections:
         def solved() -> tuple[Tensor, Tensor]:
             x = self._weighted(inputs)  # (tokens, in)
             products = x @ x.t()
-            products.diagonal().add_(damping * products.diagonal().sum() / x.shape[1])
+            products.diagonal().add_(damping * products.diagonal().sum() / x.shape[1] + 1e-30)
             return self._weighted(exact.some()) - x, torch.cholesky_solve(x, torch.linalg.cholesky(products))
 
         missing, solution = self._once(inputs, solved)

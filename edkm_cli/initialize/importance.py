@@ -186,12 +186,8 @@ def _collecting(model: Any, names: Sequence[str], how: How, *, near: bool) -> It
 def _of_whole(model: Any, names: list[str], batches: list[Tensor], how: How, track: Track) -> dict[str, Tensor]:
     kind, world, moments = how
     turns = world.turns(batches)
-    with (
-        _collecting(model, (*names, *moments), how, near=False) as sums,
-        frozen(model),
-        evaluating(model),
-        bfloat16_autocast(world.device, model.dtype),
-    ):
+    rounding = bfloat16_autocast(world.device, model.dtype)
+    with _collecting(model, (*names, *moments), how, near=False) as sums, frozen(model), evaluating(model), rounding:
         for batch, sums.counts in track(turns, "calibration", len(turns)):
             _run(model, batch.to(world.device), kind, sums)
     return sums.means(sum(batch.numel() for batch in batches))

@@ -110,6 +110,7 @@ class Layers:
         with self._passing_on(ids, lambda _: hidden):
             return self.model(input_ids=ids, use_cache=False).logits
 
+    @torch.no_grad()
     def _give_tuples(self, ids: Tensor) -> bool:
         """Whether a layer gives a tuple, of which the hidden states are the first, and the model takes them out of it."""
         if self._tuples is None:
@@ -118,12 +119,7 @@ class Layers:
                 self._tuples = isinstance(output, tuple)
                 raise Reached
 
-            with (
-                torch.no_grad(),
-                self.whole(self.paths[0]) as layer,
-                hooked([layer], see, after=True),
-                suppress(Reached),
-            ):
+            with self.whole(self.paths[0]) as layer, hooked([layer], see, after=True), suppress(Reached):
                 self.model(input_ids=ids[:1, :1], use_cache=False)
         return bool(self._tuples)
 

@@ -26,7 +26,7 @@ _HAS_TRITON = find_spec("triton") is not None  # optional
 def triton_module(name: str, tensor: Tensor, *more: Any) -> ModuleType | None:
     """A module of Triton's kernels, which is optional, if they `supports` these arguments of a GPU: imported late, since
     that takes longer than most commands."""
-    if not tensor.is_cuda or not _HAS_TRITON:
+    if not _HAS_TRITON or not tensor.is_cuda or tensor.get_device() != torch.cuda.current_device():
         return None
     module = importlib.import_module(name)
     return module if module.supports(tensor, *more) else None

@@ -30,7 +30,7 @@ def _place(across, columns, tile_rows, tile_columns, RUN: tl.constexpr):
     tile_column = tl.program_id(1) // runs
     at = (tl.program_id(1) % runs) * RUN + tl.arange(0, RUN)
     offset = row.to(tl.int64) * columns + tile_column * tile_columns + at
-    return offset, at < tile_columns, (row // tile_rows) * across + tile_column
+    return offset, at < tile_columns, (row // tile_rows).to(tl.int64) * across + tile_column
 
 
 @triton.jit
@@ -84,18 +84,15 @@ def _launch(weight: Tensor, tile: Tile) -> tuple[tuple[int, int], tuple[int, int
 
 
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:
-    grid, layout, run = _launch(weight, tile)
-    out, luts = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device), centroids.float().contiguous()
-    _snap_kernel[grid](weight.contiguous(), luts, out, *layout, luts.shape[1], INDEX=True, RUN=run)
-    return out
+    return snap(weight, centroids, tile, torch.uint8)[0]
 
 
 def snap(weight: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, None]:
     """`passes_torch.snap`, with NaN instead of an answer: in the place of a weight that is not finite, and in the
-    whole group of an entry that is not."""
+    whole group of an entry that is not. As uint8, which holds no entry: the index of each."""
     grid, layout, run = _launch(weight, tile)
     out, luts = torch.empty(weight.shape, dtype=dtype, device=weight.device), centroids.float().contiguous()
-    _snap_kernel[grid](weight.contiguous(), luts, out, *layout, luts.shape[1], INDEX=False, RUN=run)
+    _snap_kernel[grid](weight.contiguous(), luts, out, *layout, luts.shape[1], INDEX=dtype == torch.uint8, RUN=run)
     return out, None
 
 

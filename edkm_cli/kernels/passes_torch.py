@@ -217,12 +217,7 @@ def changes(indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, star
 
 
 def descend(
-    indices: Tensor,
-    errors: Tensor,
-    luts: Tensor,
-    hessian: Tensor,
-    sweeps: int,
-    block_changes: Callable[..., Tensor] = changes,
+    indices: Tensor, errors: Tensor, luts: Tensor, hessian: Tensor, sweeps: int, change: Callable[..., Tensor] = changes
 ) -> None:
     """Coordinate descent on tr((Q - W) H (Q - W)^T) over the choice of entries Q, in place, all rows side by side.
 
@@ -234,14 +229,14 @@ def descend(
         errors: (Q - W) H of the choice, (out, in), floating point; used up.
         luts: (out, tiles, k) in the same dtype: the entries of a row in each of `tiles` equal parts of the columns.
         hessian: (in, in) in the same dtype, symmetric, its diagonal positive.
-        block_changes: `changes`, or a faster one.
+        change: `changes`, or a faster one.
     """
     columns = indices.shape[1]
     for _ in range(sweeps):
         before = indices.clone()
         for start in range(0, columns, _BLOCK):
             end = min(start + _BLOCK, columns)
-            errors.addmm_(block_changes(indices, errors, luts, hessian, start, end), hessian[start:end])
+            errors.addmm_(change(indices, errors, luts, hessian, start, end), hessian[start:end])
         if torch.equal(before, indices):
             return
 

@@ -55,7 +55,8 @@ def _path(x: Tensor, packed: Packed) -> str:
 def computes_packed(packed: Packed) -> bool:
     """Whether one token's product is computed from the packed weight; else decoding it once is faster."""
     if packed.indices.is_cuda:
-        return lut_linear_cuda.reads(packed)
+        x = packed.indices.new_empty(1, packed.indices.shape[1] * 8 // packed.bits, dtype=torch.bfloat16)
+        return forced_path() in ("auto", "kernel") and lut_linear_cuda.supports(x, packed)
     return forced_path() in ("auto", "kernel") and lut_linear_c.supports(packed)
 
 
@@ -155,7 +156,8 @@ def dense(
     span = range(columns) if span is None else span
     if forced_path() != "reference" and lut_linear_c.supports(packed):
         return lut_linear_c.dense(packed, columns, dtype, row_range=rows, column_range=span)
-    whole = (_triton(packed) or lut_linear_torch).dense(packed, columns, dtype)
+    with torch.cuda.device_of(packed.indices):  # Triton starts on the current GPU
+        whole = (_triton(packed) or lut_linear_torch).dense(packed, columns, dtype)
     return whole[rows.start : rows.stop, span.start : span.stop]
 
 

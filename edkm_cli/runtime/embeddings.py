@@ -123,7 +123,8 @@ class _RowScaled(PackedModule):
 
     def _rounded(self, part: Tensor, factors: Tensor, bits: int, rounding: Rounding) -> list[Tensor]:
         """(scales, levels, errors (rows, 1)) of some rows in float32, each with the best of its steps."""
-        groups, top, tiny = self.scale.shape[1], 2 ** (bits - 1) - 1, torch.finfo(self.scale_dtype).tiny
+        groups, top, kind = self.scale.shape[1], 2 ** (bits - 1) - 1, torch.finfo(self.scale_dtype)
+        tiny = max(kind.tiny * kind.eps, torch.finfo(torch.float32).tiny)  # float16 goes below its normal numbers
         bottom = -top - self.signs_scales
         low, high = (part / factors).unflatten(1, (groups, -1)).aminmax(dim=2)
         largest = torch.where(high > -low, high, low) if self.signs_scales else torch.minimum(low, -high)

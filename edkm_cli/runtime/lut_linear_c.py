@@ -59,13 +59,9 @@ def supports(packed: Packed) -> bool:
 
 def _part(packed: Packed, columns: int) -> bytes:
     indices, table, bias, _, tile = packed
-    return _PART.pack(
-        *(0 if tensor is None else tensor.data_ptr() for tensor in (indices, table, bias)),
-        indices.shape[0],
-        *(tile or (1, columns)),
-        _TABLE_DTYPES[table.dtype],
-        0 if bias is None else DTYPES[bias.dtype],
-    )
+    addresses = (0 if tensor is None else tensor.data_ptr() for tensor in (indices, table, bias))
+    kinds = _TABLE_DTYPES[table.dtype], 0 if bias is None else DTYPES[bias.dtype]
+    return _PART.pack(*addresses, indices.shape[0], *(tile or (1, columns)), *kinds)
 
 
 class Prepared(NamedTuple):

@@ -57,7 +57,7 @@ def _sum_kernel(
         code = _codes(indices, first + row, column, inside, bytes_a_row, BITS)
         value = tl.load(values + row.to(tl.int64) * columns + column, mask=inside, other=0.0).to(tl.float32)
         found += tl.where(entry[:, None] == code[None, :], value[None, :], 0.0)
-    tl.store(sums + (row * tl.num_programs(1) + tl.program_id(1)) * 2**BITS + entry, tl.sum(found, 1))
+    tl.store(sums + (row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * 2**BITS + entry, tl.sum(found, 1))
 
 
 def sum_by_code(values: Tensor, packed: Packed, columns: int, first: int) -> Tensor:

@@ -9,6 +9,7 @@ hook, adapter or recorded attention). Whatever differs goes to the forward of tr
 
 import functools
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _PATHS = (
     "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "post_attention_layernorm", "mlp", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "mlp.act_fn",
 )  # fmt: skip
-_NUMBERS = ("scaling", "variance_epsilon", "sliding_window")  # of modules, and of Mistral's configuration
+_NUMBERS = ("scaling", "variance_epsilon", "sliding_window", "layer_idx")  # of modules, and of Mistral's configuration
 
 
 def shorten(model: Any) -> None:
@@ -38,11 +39,16 @@ def shorten(model: Any) -> None:
     decoder = getattr(model, "base_model", None)
     layers: Any = getattr(decoder, "layers", None)
     known = isinstance(layers, nn.ModuleList) and len(layers) and {type(m).__name__ for m in layers} <= set(_LAYERS)
-    if known and type(layers[0]).__module__.startswith("transformers.") and os.environ.get("EDKM_ONE_TOKEN") != "0":
+    if known and _as_written(decoder, layers[0]) and os.environ.get("EDKM_ONE_TOKEN") != "0":
         assert decoder is not None
         decoder._shortcut = _Shortcut()
         kind: Any = type(decoder)
         decoder.__class__ = _class_with_shortcut(kind)
+
+
+def _as_written(*modules: Any) -> bool:
+    """Whether these compute what transformers wrote: others change classes, too."""
+    return all(type(module).forward.__module__.startswith("transformers.") for module in modules)
 
 
 @functools.cache
@@ -51,9 +57,10 @@ def _class_with_shortcut(kind: Any) -> Any:
 
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and not recorded() and (out := self._shortcut.forward(self, kwargs)) is not None:
+        as_it_was = kind.forward is plain
+        if as_it_was and not args and not recorded() and (out := self._shortcut.forward(self, kwargs)) is not None:
             return out
-        return plain(self, *args, **kwargs)
+        return kind.forward(self, *args, **kwargs)
 
     def reduce(self: Any, protocol: Any) -> tuple:
         return _restore, (kind,), self.__dict__
@@ -62,8 +69,7 @@ def _class_with_shortcut(kind: Any) -> Any:
 
 
 def _restore(kind: Any) -> Any:
-    made = _class_with_shortcut(kind)
-    return made.__new__(made)
+    return object.__new__(_class_with_shortcut(kind))
 
 
 class _Shortcut:
@@ -72,7 +78,9 @@ class _Shortcut:
     def __init__(self) -> None:
         self._step: DecoderStep | None = None
         self._clean = True  # untouched when it was prepared, without which there is no step
-        self._members: list[tuple[dict, str, Any]] = []  # what the dictionaries of modules have to hold, still
+        self._members: list[
+            tuple[Mapping[str, Any], str, Any]
+        ] = []  # what the dictionaries of modules have to hold, still
         self._states: list[dict] = []  # of the modules themselves, in which no forward may appear
         self._hooks: list[dict] = []
         self._tensors: list[Tensor] = []  # that are read, and where they lay
@@ -94,9 +102,10 @@ class _Shortcut:
             return None
         if not self._fresh():
             self._prepare(decoder)
-        if self._step is None:
+        step = self._step
+        if step is None or len(step.layers) != len(decoder.layers):
             return None
-        return self._run(self._step, decoder, ids, cache, past, given.get("position_ids"))
+        return self._run(step, decoder, ids, cache, past, given.get("position_ids"))
 
     def _run(self, step: DecoderStep, decoder: Any, ids: Tensor, cache: Any, past: int, positions: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -104,7 +113,7 @@ class _Shortcut:
         embedded = decoder.embed_tokens(ids)
         if embedded.dtype != step.dtype or cache.layers[0].keys.dtype != step.dtype:
             return None
-        positions = torch.tensor([[past]]) if positions is None else positions
+        positions = torch.tensor([[past]], device=ids.device) if positions is None else positions
         cosines, sines = (t.to(step.dtype).reshape(-1) for t in decoder.rotary_emb(embedded, positions))
         if cosines.numel() != cache.layers[0].keys.shape[-1]:
             return None
@@ -134,6 +143,7 @@ class _Shortcut:
         self.__init__()  # type: ignore[misc]
         plain, weights, said = True, [], vars(decoder.config)
         self._members += [(said, key, said[key]) for key in _NUMBERS if key in said]
+        self._members.append((decoder._modules, "layers", decoder.layers))
         for name, layer in decoder.layers._modules.items():
             self._note(decoder.layers._modules, name, layer)
             for path in (*_PATHS, "self_attn.q_norm", "self_attn.k_norm"):
@@ -147,6 +157,8 @@ class _Shortcut:
             if found is None:
                 return
             weights.append(found)
+        kinds = {type(member) for _, _, member in self._members if isinstance(member, nn.Module)}
+        self._members += [(vars(kind), "forward", vars(kind).get("forward")) for kind in kinds]  # others change them
         sizes, dtype, self._clean = _sizes(decoder), weights[0].input_norm.dtype, self._untouched()
         if self._clean and sizes is not None and supports(weights, sizes, dtype):
             self._step = DecoderStep(weights, sizes, dtype)
@@ -218,6 +230,8 @@ def _weights(layer: Any) -> LayerWeights | None:
     attention, mlp = layer.self_attn, layer.mlp
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    if not _as_written(layer, attention, mlp, layer.input_layernorm, layer.post_attention_layernorm):
+        return None
     if not all(type(m) is PalettizedLinear and dispatch.computes_packed(m.packed()) for m in linears):
         return None
     if not isinstance(mlp.act_fn, nn.SiLU) and type(mlp.act_fn).__name__ != "SiLUActivation":
@@ -232,7 +246,7 @@ def _weights(layer: Any) -> LayerWeights | None:
 def _sizes(decoder: Any) -> Sizes | None:
     """The sizes that all layers have in common, or None."""
     found = set()
-    for layer in decoder.layers:
+    for index, layer in enumerate(decoder.layers):
         attention = layer.self_attn
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
@@ -241,7 +255,7 @@ def _sizes(decoder: Any) -> Sizes | None:
         epsilon = epsilons.pop()
         mistral = type(layer).__name__ == "MistralDecoderLayer"  # whose attention asks the configuration
         window = decoder.config.sliding_window if mistral else getattr(attention, "sliding_window", None)
-        if epsilons or epsilon is None or window is not None:
+        if epsilons or epsilon is None or window is not None or attention.layer_idx != index:
             return None
         heads, kv_heads = attention.q_proj.out_features // size, attention.k_proj.out_features // size
         inner = layer.mlp.gate_proj.out_features

@@ -153,7 +153,7 @@ class PalettizedLinear(PackedModule, nn.Linear):  # type: ignore[misc, override]
         self.bias = room_of(dense.bias)
         self._register(spec.linear_tensors(self.rows, self.columns, layer=name))
         self._table: Tensor | None = None
-        self._table_key: tuple[int, ...] = ()
+        self._table_key: tuple[tuple[int, int], ...] = ()
 
     def _forget(self) -> None:
         self._kept: Packed | None = None
@@ -178,9 +178,7 @@ class PalettizedLinear(PackedModule, nn.Linear):  # type: ignore[misc, override]
         parts = [part for name, part in self._buffers.items() if name != "indices" and part is not None]
         if torch.is_grad_enabled() and any(part.requires_grad for part in parts):  # each pass has its own graph
             return self.table()
-        key = tuple(
-            number for part in parts for number in (part.data_ptr(), 0 if part.is_inference() else part._version)
-        )
+        key = tuple((part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
         if self._table_key != key or self._table is None:
             self._table_key, self._table = key, torch.inference_mode(False)(self.table)()
         return self._table

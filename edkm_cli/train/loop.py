@@ -21,7 +21,7 @@ from edkm_cli.clustering.schedule import learning_rate_factor
 from edkm_cli.config import CHECKPOINTS, CompressConfig, TrainingSettings
 from edkm_cli.data import Batch, Blocks
 from edkm_cli.distributed import World, assign, full, gathered
-from edkm_cli.errors import Preempted, UserError
+from edkm_cli.errors import Preempted, UserError, explained
 from edkm_cli.files import written_whole
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
@@ -103,9 +103,14 @@ def make_accelerator(config: TrainingSettings, world: World, mixed_precision: st
     return Accelerator(mixed_precision=mixed_precision, cpu=world.device == "cpu", **trackers)
 
 
-def require_launch(config: TrainingSettings) -> None:
-    """Raises UserError for a tracker of `--log-with` that is not installed, and where `accelerate launch` was told another
-    accumulation than this run."""
+def require_launch(config: TrainingSettings, world: World) -> None:
+    """Raises UserError for a tracker of `--log-with` that is not installed, a machine that accelerate refuses, and where
+    `accelerate launch` was told another accumulation than this run."""
+    if config.steps:
+        from accelerate import PartialState
+
+        with explained("accelerate does not take this machine", "; update the driver, or set what it names"):
+            PartialState(cpu=world.device == "cpu")
     if config.log_with:
         from accelerate.tracking import get_available_trackers
 
@@ -242,10 +247,7 @@ class _Training:
         temperature = self.heat(step)
         loss, last = self._accumulate(step)
         require_finite("training loss", loss, step)
-        hard = None
-        if self._soft:
-            with self.accelerator.autocast():
-                hard = hard_loss(self.model, self._parts, self.objective, last, step, config, world)
+        hard = self.hard_loss(last, step) if self._soft else None
         norm = float(full(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.max_grad_norm)))
         require_finite("gradient's norm", norm, step)  # before it reaches weights that a checkpoint would keep
         for layer in self._layers.values():
@@ -291,6 +293,16 @@ class _Training:
                     self.world.sum(parameter.grad).div_(self.world.size)
         return float(self.world.sum(loss)), batches[-1]
 
+    @torch.no_grad()
+    def hard_loss(self, batch: Batch, step: int) -> float | None:
+        """In soft mode, the objective of the snapped model on the step's last micro-batch: what export would give. Measured
+        at about twenty steps of the run, None at the others."""
+        if step % max(1, self.config.steps // 20) and step + 1 != self.config.steps:
+            return None
+        with evaluating(self.model), self.accelerator.autocast():
+            value = self.objective.loss(self._parts, batch).double().cpu() / self.world.size
+        return float(self.world.sum(value))
+
 
 def require_finite(what: str, value: float, step: int) -> None:
     """Raises UserError for NaN or Inf, which all processes have at once."""
@@ -310,20 +322,6 @@ def share_saved_maps(layers: dict[str, ClusteredLinear]) -> None:
 
     for layer in layers.values():
         layer.saving = saving
-
-
-@torch.no_grad()
-def hard_loss(
-    model: Any, parts: Parts, objective: Objective, batch: Batch, step: int, config: TrainingSettings, world: World
-) -> float | None:
-    """In soft mode, the objective of the snapped model on the step's last micro-batch: what export would give. Measured at
-    about twenty steps of the run, None at the others."""
-    every = max(1, config.steps // 20)
-    if step % every and step + 1 != config.steps:
-        return None
-    with evaluating(model):
-        value = objective.loss(parts, batch).double().cpu() / world.size
-    return float(world.sum(value))
 
 
 def dense_directory(staging: Path, config: CompressConfig) -> Path:

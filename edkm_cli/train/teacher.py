@@ -138,7 +138,8 @@ def remember(
                 done = partial.stat().st_size // (at_once * row_bytes) if partial.is_file() else 0
                 what = "the uncompressed model's states of the training text need"
                 remedy = "free some, set EDKM_CACHE to another directory, or train on fewer tokens"
-                require_room(path.parent, (len(places) - done * at_once) * row_bytes, what, remedy)
+                here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes that write to this disk
+                require_room(path.parent, here * (len(places) - done * at_once) * row_bytes, what, remedy)
                 with open(partial, "ab") as file:
                     file.truncate(done * at_once * row_bytes)
                     todo = passes[done:]

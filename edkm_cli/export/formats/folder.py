@@ -138,7 +138,7 @@ def rounded(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if tensor.dtype != dtype and not bool(result.isfinite().all()):
         largest = float(tensor.abs().max())
         rule = f"{name} holds {largest:g}, more than {torch.finfo(dtype).max:g}, the largest number of"
-        raise UserError(f"{rule} {str(dtype).removeprefix('torch.')}; give --dtype bfloat16 or float32")
+        raise UserError(f"{rule} {str(dtype).removeprefix('torch.')}; give another --dtype, or --to dense")
     return result
 
 
@@ -251,6 +251,8 @@ def _with_older_names(config: dict[str, Any]) -> dict[str, Any]:
     others, as most families of mlx-lm, take a base of their own where they are missing, in silence."""
     rope, kinds = config.get("rope_parameters") or {}, config.get("layer_types") or []
     names: dict[str, Any] = {}
+    if "rope_theta" not in rope and config.get("model_type") not in ("gemma3_text", "gemma3n_text", "olmo3"):
+        rope = {}  # by kinds of layers, and younger than the older names: its class would take them for all layers
     if "sliding_attention" in rope:  # by the layers' kinds, as Gemma 3 has them
         names["sliding_window_pattern"] = [*kinds, "full_attention"].index("full_attention") + 1
         names["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]

@@ -210,8 +210,10 @@ def _add_tokenizer(writer: Any, source: Compressed) -> None:
         if number is not None:
             getattr(writer, f"add_{kind}_token_id")(number)
     writer.add_add_bos_token(tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id])
-    if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.chat_template)
+    if template := tokenizer.chat_template:
+        if isinstance(template, dict):  # several
+            template = [{"name": name, "template": one} for name, one in template.items()]
+        writer.add_chat_template(template)
 
 
 def _tokens(model: dict[str, Any], added: list[dict[str, Any]], size: int) -> tuple[list[str], list[int]]:
@@ -222,7 +224,9 @@ def _tokens(model: dict[str, Any], added: list[dict[str, Any]], size: int) -> tu
         tokens[number], kinds[number] = text, _BYTE if is_byte else _NORMAL
     for token in (token for token in added if token["id"] < size):
         kind = _UNKNOWN if token["content"] == model.get("unk_token") else _CONTROL if token["special"] else _USER
-        tokens[token["id"]], kinds[token["id"]] = token["content"], kind
+        # llama.cpp looks for these in text before spaces are escaped, and prints them as they are.
+        text = token["content"].replace("\u2581", " ") if kind == _USER else token["content"]
+        tokens[token["id"]], kinds[token["id"]] = text, kind
     return tokens, kinds
 
 

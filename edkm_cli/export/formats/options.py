@@ -25,7 +25,7 @@ class Options:
     # fmt: on
 
     def __post_init__(self) -> None:
-        refuse(faults(self))
+        refuse(faults(self, {} if self.verify == "perplexity" else {DATA: "--verify perplexity"}))
 
     def dtype_name(self, auto: str = "float32") -> str:
         """The dtype's name, where `auto` stands for the one given."""

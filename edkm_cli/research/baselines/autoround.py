@@ -36,16 +36,11 @@ def quantize(task: Task, *, iterations: int = 200, learning_rate: float = 0.0, b
     from auto_round import AutoRound
 
     length = batches[0].shape[-1]
+    scheme = {"bits": task.bits, "group_size": task.group_size or -1, "sym": True, "data_type": "int", "act_bits": 16}
     tuner = AutoRound(
         model,
         load_tokenizer(resolve(model.config._name_or_path)),  # it wants one, though the samples are tokens already
-        scheme={
-            "bits": task.bits,
-            "group_size": task.group_size or -1,
-            "sym": True,
-            "data_type": "int",
-            "act_bits": 16,
-        },
+        scheme=scheme,
         dataset=batches,
         iters=iterations,
         lr=learning_rate or None,

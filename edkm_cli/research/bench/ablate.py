@@ -192,7 +192,7 @@ def _learner(rank: int, setting: dict[str, Any], folder: str) -> None:
     device, learners = torch.device(setting["device"]), setting["learners"]
     own_gpus = device.type == "cuda" and torch.cuda.device_count() >= learners
     if device.type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+        device = torch.device("cuda", (rank + (device.index or 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if own_gpus else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=learners

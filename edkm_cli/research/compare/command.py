@@ -38,7 +38,6 @@ from edkm_cli.research.compare.config import FILES, OURS, PREDICTIONS, TOKENS, U
 from edkm_cli.research.compare.table import draw
 from edkm_cli.research.compare.worker import facts_of
 from edkm_cli.settings import coerce, command_line, part_of
-from edkm_cli.targets import TARGETS
 from edkm_cli.train.loop import preemption
 
 _CALIBRATION = ("calibration_samples", "sequence_length")
@@ -110,17 +109,13 @@ def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
 
     Raises UserError for options that the method does not have.
     """
-    settings = {
+    shared = ("model", "data", "context", "eval_windows", "trust_remote_code")
+    settings = {name: getattr(config, name) for name in shared} | {
         "edkm_version": __version__,
         "method": entry.method,
-        "model": config.model,
         "model_files": files_state(models.resolve(config.model).path),
-        "data": list(config.data),
         "texts": list(evaluation_names(part_of(TextSettings, config), parse_sources(config.data))),
-        "context": config.context,
-        "eval_windows": config.eval_windows,
         "device": choose_device(config.device),
-        "trust_remote_code": config.trust_remote_code,
     }
     if entry.method == OURS:
         settings["arguments"] = _our_arguments(entry, config)
@@ -142,13 +137,13 @@ def _our_arguments(entry: Entry, config: CompareConfig) -> dict[str, Any]:
         if name in options:
             raise UserError(f"{name} is the same for all methods, got {entry.label!r}; give --{name.replace('_', '-')}")
     shared = ["model", "data", "steps", "sequence_length", "context", "device", "seed", "trust_remote_code"]
-    shared += [] if "target_size" in options else ["bits"]
-    grid = TARGETS[options["target"]].settings if options.get("target") in [*TARGETS] else {}
+    shared += [] if options.keys() & {"target_size", "target"} else ["bits"]
     try:
-        arguments = build_config(None, {**{name: getattr(config, name) for name in shared}, **grid, **options})
+        arguments = build_config(None, {**{name: getattr(config, name) for name in shared}, **options})
     except UserError as error:
         raise UserError(f"methods, {entry.label!r}: {str(error).removeprefix('configuration: ')}") from error
-    return {name: value for name, value in asdict(arguments).items() if name != "output"}
+    chosen = {name: value for name, value in asdict(arguments).items() if name != "output"}
+    return {name: "inf" if value == float("inf") else value for name, value in chosen.items()}  # JSON has none
 
 
 def _baseline_settings(entry: Entry, config: CompareConfig) -> dict[str, Any]:

@@ -18,22 +18,11 @@ from typing import Any
 
 import yaml
 
+from edkm_cli import settings
 from edkm_cli.config import as_in_compress
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import METHODS as BASELINES
-from edkm_cli.settings import (
-    COMPRESSION,
-    DATA,
-    MAX_WHOLE,
-    OUTPUT,
-    TRAINING,
-    faults,
-    from_mapping,
-    given_values,
-    refuse,
-    setting,
-    shown,
-)
+from edkm_cli.settings import COMPRESSION, DATA, MAX_WHOLE, OUTPUT, TRAINING, faults, refuse, setting, shown
 
 UNCOMPRESSED, OURS, GGUF, MLX = "fp16", "edkm", "gguf", "mlx"
 FILES = (GGUF, MLX)  # other engines' models
@@ -147,14 +136,14 @@ def _text(value: Any) -> str:
 
 def build_compare_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompareConfig:
     """Defaults, overridden by the file, overridden by the flags that are not None. Raises UserError with all faults."""
-    values = given_values(file, flags)
+    values = settings.given_values(file, flags)
     methods: Any = values.get("methods")
     if isinstance(methods, str) or flags.get("methods") is not None:
         texts = [methods] if isinstance(methods, str) else methods  # each with commas
         values["methods"] = [part.strip() for text in texts for part in text.split(",") if part.strip()]
     elif isinstance(methods, list):
         values["methods"] = [_from_yaml(item) for item in methods]
-    return from_mapping(CompareConfig, values)
+    return settings.from_mapping(CompareConfig, values)
 
 
 def _from_yaml(item: Any) -> Any:

@@ -42,7 +42,7 @@ from edkm_cli.export.formats.options import Options
 from edkm_cli.files import TORCH_DTYPES, write_json
 from edkm_cli.format import read_spec
 from edkm_cli.hf import load as load_compressed
-from edkm_cli.preflight import calibration_batches
+from edkm_cli.preflight import choose_device
 from edkm_cli.progress import Progress, Track
 from edkm_cli.research.baselines import SHARED, load
 from edkm_cli.research.baselines.outcome import Task, decoder_linears
@@ -139,7 +139,7 @@ def measure(
     reference, track = RememberedPredictions(predictions), how["observer"].track
     row: dict[str, Any]
     if settings["method"] == OURS:
-        row, model = _ours(settings, tokens["training"], directory, **how)
+        row, model = _ours(settings, directory, **how)
     elif settings["method"] == UNCOMPRESSED:
         model = _dense(settings)
         size = EMBEDDING_BYTES * sum(parameter.numel() for parameter in model.parameters())
@@ -213,7 +213,7 @@ def _baseline(settings: dict[str, Any], tokens: Tensor, track: Track) -> tuple[d
     return row, model
 
 
-def _ours(settings: dict[str, Any], tokens: Tensor, directory: Path, **how: Any) -> tuple[dict[str, Any], Any]:
+def _ours(settings: dict[str, Any], directory: Path, **how: Any) -> tuple[dict[str, Any], Any]:
     """Run `edkm compress` into `directory` and load what it wrote."""
     config = from_mapping(CompressConfig, {**settings["arguments"], "output": str(directory)})
     report = compress(config, **how)
@@ -222,8 +222,6 @@ def _ours(settings: dict[str, Any], tokens: Tensor, directory: Path, **how: Any)
         (config.calibration_tokens or 0) if config.importance != "none" else 0,
         (config.start_tokens or 0) if config.start != "kmeans" else 0,
     )
-    # Both begin with the same blocks.
-    text = calibration_batches(tokens, max(limits), seed=config.seed) if any(limits) else []
     spec = read_spec(directory)
     assert spec is not None
     row = {
@@ -232,7 +230,7 @@ def _ours(settings: dict[str, Any], tokens: Tensor, directory: Path, **how: Any)
         "granularity": config.granularity,
         "decoder_bits_per_weight": report["decoder_bits_per_weight"],
         "weights_bytes": report["weights_bytes"],
-        "calibration_tokens": sum(batch.numel() for batch in text),
+        "calibration_tokens": min(max(limits), sum(one["tokens"] for one in report["data"]["sources"])),
         "training_tokens": report["training_tokens"],
         "seconds": round(sum(took for name, took in report["seconds"].items() if name not in ("load", "evaluate")), 3),
         "note": f"embeddings {f'at {spec.embedding_widths} bits' if spec.packs_embeddings else 'as they came'}",
@@ -250,6 +248,7 @@ def main(arguments: list[str]) -> int:
     observer = Progress()
     result: dict[str, Any]
     try:
+        choose_device(settings["device"])  # whose kernels and peaks are those of the current GPU
         tokens = load_file(predictions.with_name(TOKENS))
         if "--remember" in arguments:
             remember(settings, tokens, predictions, observer.track)
