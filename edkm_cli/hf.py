@@ -75,7 +75,7 @@ class EdkmQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             for leaf, buffer in module.named_buffers(recurse=False) if isinstance(module, PackedModule) else ():
                 if buffer.is_meta:
-                    raise UserError(f"{name}.{leaf} is missing from the checkpoint; {AGAIN}")
+                    raise UserError(f"{name}.{leaf} is missing from the checkpoint, or offloaded; {AGAIN}")
                 if rule := fault(leaf, buffer):
                     raise UserError(f"{name}.{leaf} must be {rule}; {AGAIN}")
         shorten(model)

@@ -47,7 +47,7 @@ planned=()
 stopping=
 step=
 trap 'stopping=yes; kill -TERM "$step" 2>/dev/null' TERM
-srun --kill-on-bad-exit=0 "$PYTHON" -m torch.distributed.run \
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-8}" --kill-on-bad-exit=0 "$PYTHON" -m torch.distributed.run \
     --nnodes "$nodes" --nproc-per-node "$PROCESSES" \
     --rdzv-backend c10d --rdzv-endpoint "$first_node:$port" --rdzv-id "$SLURM_JOB_ID" \
     -m edkm_cli compress "${run[@]}" --resume &
@@ -64,5 +64,5 @@ if [ -n "$stopping" ] && [ "$status" != 0 ]; then
 fi
 [ "$status" = 0 ] || exit "$status"
 
-srun --nodes=1 --ntasks=1 "$PYTHON" -m edkm_cli eval "$OUTPUT" \
+srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-8}" --nodes=1 --ntasks=1 "$PYTHON" -m edkm_cli eval "$OUTPUT" \
     --data "$EVAL_DATA" --context "$CONTEXT" --device "$DEVICE" --json "$OUTPUT-eval.json"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoEQuantConfig, MoEActivation
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
@@ -66,6 +67,9 @@ class PackedExpertsMethod(FusedMoEMethodBase):
             "biases of experts": moe.has_bias,
             f"the activation {moe.activation.value}": moe.activation != MoEActivation.SILU,
             "experts whose inputs are weighted": layer.apply_router_weight_on_input,
+            # Who gets which token is known on the host only.
+            "CUDA graphs (give --enforce-eager)": torch.cuda.is_available()
+            and not get_current_vllm_config().model_config.enforce_eager,
         }
         for what in (what for what, given in faults.items() if given):
             raise refused(f"{layer.layer_name} holds packed experts, which edkm serves without {what}", remedy="")

@@ -1,8 +1,8 @@
 """`dense`: a plain Hugging Face model in float16, bfloat16 or float32, which every other converter reads.
 
-Each weight is its table entry, rounded once to the dtype. `auto` is the dtype of the tables, which rounds no entry
-(bfloat16 for float8 tables, whose scale is a power of two). Rounded then are embeddings, whose numbers are products with a
-float32 scale, and what is stored uncompressed in another dtype: norms, biases.
+Each weight is its table entry, rounded once to the dtype. `auto` is the dtype of the tables, which rounds no entry of free
+ones (bfloat16 for float8 tables, whose scale is a power of two). Rounded then are entries of palettes and embeddings, whose
+numbers are products, and what is stored uncompressed in another dtype: norms, biases.
 
 Some families (mixtures of experts) have other tensors in memory than in the files of the hub. transformers undoes its
 own conversion here, decoder layer by decoder layer, and reads the export back.
@@ -25,7 +25,11 @@ from edkm_cli.progress import Track, no_progress, quiet_bars
 from edkm_cli.runtime.experts import joined
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
-_AUTO = {"float16": "float16", "float32": "float32", "int8": "float32"}  # others: bfloat16, which holds what they make
+_AUTO = {
+    "float16": "float16",
+    "float32": "float32",
+    "int8": "float32",
+}  # others: bfloat16, which holds entries of free tables
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:

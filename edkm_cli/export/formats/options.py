@@ -10,8 +10,8 @@ class Options:
     """What `edkm export` is given beside the checkpoint, the format and the place."""
 
     # fmt: off
-    dtype: str = setting("auto", "Number format of weights without lookup tables; auto: the format's own.", COMPRESSION,
-        choices=("auto", "float16", "bfloat16", "float32"))
+    dtype: str = setting("auto", "Number format of what has no lookup tables, with dense of all; auto: the format's own.",
+        COMPRESSION, choices=("auto", "float16", "bfloat16", "float32"))
     sequence_length: str = setting("1-1024", "coreml: tokens of a call, a number N or a range A-B.", COMPRESSION)
     cache: bool = setting(False, "coreml: keep keys and values of earlier tokens in the model's state.", COMPRESSION)
     base_gguf: str | None = setting(None,

@@ -1,7 +1,7 @@
 """Round to nearest: every weight goes to the closest point of its group's uniform grid. No data, no search.
 
-Packages differ in the rule for the grid (see `grid`), which matters much at 3 bits: the three rules give perplexities of
-99, 228 and 108 on SmolLM2-135M in groups of 64.
+Packages differ in the rule for the grid (see `grid`), which matters much at 3 bits: `minmax`, `symmetric` and `autoround`
+give perplexities of 99, 228 and 108 on SmolLM2-135M in groups of 64.
 """
 
 import torch
