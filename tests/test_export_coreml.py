@@ -49,7 +49,7 @@ def test_what_core_ml_cannot_hold_is_refused_with_what_would_fit(options, messag
         (["--sequence-length", "8-4"], "--sequence-length must be a number, or a range"),
         (["--sequence-length", "1-4096"], "--sequence-length must end by 128"),
         (["--sequence-length", "1-64", "--verify", "perplexity"], "windows of --context 1024 tokens"),
-        (["--sequence-length", "64", "--dtype", "float32"], "writes number formats of its own"),
+        (["--sequence-length", "64", "--dtype", "float32"], "coreml computes in float16"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_any_work(rows, arguments, message, tmp_path):

@@ -78,9 +78,7 @@ class _Shortcut:
     def __init__(self) -> None:
         self._step: DecoderStep | None = None
         self._clean = True  # untouched when it was prepared, without which there is no step
-        self._members: list[
-            tuple[Mapping[str, Any], str, Any]
-        ] = []  # what the dictionaries of modules have to hold, still
+        self._members: list[tuple[Mapping, str, Any]] = []  # what the dictionaries of modules have to hold, still
         self._states: list[dict] = []  # of the modules themselves, in which no forward may appear
         self._hooks: list[dict] = []
         self._tensors: list[Tensor] = []  # that are read, and where they lay

@@ -41,6 +41,8 @@ def check(source: Described, options: Options | None) -> None:
     if options is None:
         return
     config = source.config
+    if options.dtype not in ("auto", "float16"):
+        raise UserError(f"--to coreml computes in float16, got --dtype {options.dtype}; leave it out")
     first, last = lengths(options)
     limit = full_positions(config) or last
     if last > limit:

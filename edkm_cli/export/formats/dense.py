@@ -25,11 +25,7 @@ from edkm_cli.progress import Track, no_progress, quiet_bars
 from edkm_cli.runtime.experts import joined
 
 _LAYER = re.compile(r"^(.*?\.\d+)\.")
-_AUTO = {
-    "float16": "float16",
-    "float32": "float32",
-    "int8": "float32",
-}  # others: bfloat16, which holds entries of free tables
+_AUTO = {"float16": "float16", "float32": "float32", "int8": "float32"}  # others: bfloat16, exact for free tables
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
