@@ -69,7 +69,8 @@ class _Stream:
 
     def __init__(self, tokenizer: Any, emit: Callable[[str], None], ids: list[int]):
         self._tokenizer, self._emit, self._ids = tokenizer, emit, ids
-        self._prompt_seen, self._shown = False, tokenizer.decode(ids, skip_special_tokens=True)
+        self._prompt_seen, self.before = False, tokenizer.decode(ids, skip_special_tokens=True)
+        self._shown = self.before
 
     def put(self, value: Tensor) -> None:
         if not self._prompt_seen:  # the first call brings the prompt
@@ -107,14 +108,13 @@ def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner, *, joined:
         options |= {"do_sample": True, "temperature": manner.temperature, "top_p": manner.top_p}
     start, length = time.perf_counter(), inputs["input_ids"].shape[1]
     last = inputs["input_ids"][0, -1:].tolist() if joined else []
-    before = writer.tokenizer.decode(last, skip_special_tokens=True)
     streamer = _Stream(writer.tokenizer, manner.emit, [*last])
     try:
         written = writer.model.generate(**inputs, streamer=streamer, tokenizer=writer.tokenizer, **options)[0, length:]
     except (TypeError, ValueError) as error:
         raise UserError(f"{writer.name}: correct generation_config.json, which fails ({brief(error)})") from error
     seconds, text = time.perf_counter() - start, writer.tokenizer.decode([*last, *written], skip_special_tokens=True)
-    return text.removeprefix(before), len(written), seconds
+    return text.removeprefix(streamer.before), len(written), seconds
 
 
 def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tensor]:

@@ -276,7 +276,7 @@ def choose_device(device: str) -> str:
     forced_path()
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    with explained("--device must be auto, cpu, cuda or cuda:N"):
+    with explained(f"--device must be auto, cpu, cuda or cuda:N, got {device!r}"):
         one = torch.device(device)
     if one.type not in ("cpu", "cuda") or (one.type == "cuda" and (one.index or 0) >= torch.cuda.device_count()):
         raise UserError(f"--device must be one this machine has, but {device!r} is not available; use cpu or auto")

@@ -11,7 +11,7 @@ from edkm_cli import compress as module
 from edkm_cli.compress import Run, compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.data import load_documents, parse_source, tokenize
-from edkm_cli.distributed import ALONE
+from edkm_cli.distributed import ALONE, World
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.limits import require_same_perplexity
 from edkm_cli.evaluate.perplexity import perplexity
@@ -91,7 +91,7 @@ def test_accumulation_that_the_launcher_was_told_is_not_applied_twice(monkeypatc
 
     monkeypatch.setattr("accelerate.PartialState", refuse)
     with pytest.raises(UserError, match="accelerate does not take this machine"):
-        require_launch(CompressConfig(gradient_accumulation=4), ALONE)
+        require_launch(CompressConfig(gradient_accumulation=4), World(device="cuda"))
 
 
 @pytest.mark.slow

@@ -168,6 +168,8 @@ def test_a_gpu_that_is_not_there_is_refused_and_so_is_a_path_that_is_none(monkey
         choose_device("cuda:9")
     with pytest.raises(UserError, match="--device must be auto, cpu, cuda or cuda:N"):
         choose_device("cuda:-1")
+    with pytest.raises(UserError, match="--device must be auto, cpu, cuda or cuda:N, got 'gpu'"):
+        choose_device("gpu")
     monkeypatch.setenv("EDKM_LUT_LINEAR", "fast")
     forced_path.cache_clear()
     with pytest.raises(UserError, match="EDKM_LUT_LINEAR must be one of"):

@@ -1,6 +1,7 @@
 """A decoder's shortcut for one token gives what transformers' own forward gives, and steps aside for everything else."""
 
 import copy
+import functools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
@@ -260,8 +261,9 @@ def test_layers_that_are_exchanged_are_those_that_are_computed_with(llama, monke
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("before", [True, False])
-def test_a_class_whose_forward_somebody_changed_is_asked(directories, monkeypatch, before):
+def test_a_class_whose_forward_somebody_changed_is_asked(directories, monkeypatch, before, wrapped):
     kind = transformers.models.llama.modeling_llama.LlamaAttention
     plain, calls = kind.forward, []
 
@@ -269,6 +271,7 @@ def test_a_class_whose_forward_somebody_changed_is_asked(directories, monkeypatc
         calls.append(1)
         return plain(self, *args, **kwargs)
 
+    changed = functools.wraps(plain)(changed) if wrapped else changed
     if before:
         monkeypatch.setattr(kind, "forward", changed)
     model = edkm_cli.load(directories["llama"], dtype="float32")

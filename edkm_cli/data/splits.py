@@ -160,9 +160,8 @@ def streams(source: Source, options: TextSettings) -> bool:
 def _hub_parts(source: Source, split: str, options: TextSettings) -> Iterator[Part]:
     """The parts of a hub set: of a split of its own for what is measured, or divided where it has none."""
     measured = held_out_split(source) if split != ALL else None
-    rows = hub_rows(
-        source, (measured if split == TEST else None) or source.split or "train", streaming=streams(source, options)
-    )
+    part = (measured if split == TEST else None) or source.split or "train"
+    rows = hub_rows(source, part, streaming=streams(source, options))
     if source.name == WIKITEXT2:
         texts = [row["text"] for row in rows]
         return iter([Part(source.name, 0, texts, joint="\n\n", begins=True, option=source.option)])

@@ -69,10 +69,8 @@ class Session:
             try:
                 return self.steps()
             except Preempted:
-                if self.world.on_main(
-                    lambda: self.output.marked() is not None
-                ):  # with the time that this part has taken
-                    self.mark()
+                if self.world.on_main(lambda: self.output.marked() is not None):  # for all: `mark` is a collective
+                    self.mark()  # with the time that this part has taken
                 raise
 
     def steps(self) -> dict[str, Any]:

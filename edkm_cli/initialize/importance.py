@@ -54,7 +54,7 @@ class _Collector:
         if name in self._moments and self._waiting is not None:
             self._waiting.setdefault(name, []).append(inputs[0].detach())
         elif name in self._moments:
-            self._add(name, sum_of_products(*[x.float()] * 2))
+            self._add_products(name, x)
         elif self._kind == "activation":
             self._add(name, x.float().square().sum(0))
         elif output.requires_grad:
@@ -71,8 +71,7 @@ class _Collector:
         times as large, which tell of the row of one token only."""
         for name in self._moments:
             if isinstance(self._layers[name], nn.Embedding):
-                rows = gradients[:, 1:].flatten(0, 1).float()
-                self._add(name, sum_of_products(rows, rows))
+                self._add_products(name, gradients[:, 1:].flatten(0, 1))
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -80,9 +79,12 @@ class _Collector:
         self._waiting = {}
         yield
         for name, parts in self._waiting.items():
-            x = torch.cat(parts, 1).flatten(0, 1).float()
-            self._add(name, sum_of_products(x, x))
+            self._add_products(name, torch.cat(parts, 1).flatten(0, 1))
         self._waiting = None
+
+    def _add_products(self, name: str, x: Tensor) -> None:
+        x = x.float()  # in float16 sums of squares overflow
+        self._add(name, sum_of_products(x, x))
 
     def _add(self, name: str, value: Tensor, *, by_rows: bool = False) -> None:
         value = value.float() if self.counts else torch.zeros_like(value, dtype=torch.float32)

@@ -47,8 +47,9 @@ def shorten(model: Any) -> None:
 
 
 def _as_written(*modules: Any) -> bool:
-    """Whether these compute what transformers wrote: others change classes, too."""
-    return all(type(module).forward.__module__.startswith("transformers.") for module in modules)
+    """Whether these compute what transformers wrote: others change classes, too, and a wrapper takes over `__module__`."""
+    forwards = (getattr(type(module).forward, "__globals__", {}) for module in modules)
+    return all(known.get("__name__", "").startswith("transformers.") for known in forwards)
 
 
 @functools.cache

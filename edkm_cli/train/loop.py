@@ -106,11 +106,11 @@ def make_accelerator(config: TrainingSettings, world: World, mixed_precision: st
 def require_launch(config: TrainingSettings, world: World) -> None:
     """Raises UserError for a tracker of `--log-with` that is not installed, a machine that accelerate refuses, and where
     `accelerate launch` was told another accumulation than this run."""
-    if config.steps:
+    if config.steps and world.gpu:
         from accelerate import PartialState
 
         with explained("accelerate does not take this machine", "; update the driver, or set what it names"):
-            PartialState(cpu=world.device == "cpu")
+            PartialState()
     if config.log_with:
         from accelerate.tracking import get_available_trackers
 

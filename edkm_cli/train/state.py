@@ -24,7 +24,7 @@ from edkm_cli.files import sha256_of, sync, whole_record, write_json
 from edkm_cli.initialize.kept import read_whole
 from edkm_cli.model_files import save_tensors
 
-_RANDOM = "random.cpu"
+_RANDOM, _RANDOM_OF_GPU = "random.cpu", "random.cuda"
 
 
 class Checkpoints:
@@ -141,7 +141,8 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, int | float]]:
     """Everything a checkpoint holds: tensors by name, and the optimizer's plain numbers."""
     tensors: dict[str, Tensor] = {_RANDOM: torch.get_rng_state()}
-    tensors |= {f"{_RANDOM}.cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    if torch.cuda.is_available():
+        tensors[_RANDOM_OF_GPU] = torch.cuda.get_rng_state()
     numbers: dict[str, int | float] = {}
     for name, parameter in _trained(model).items():
         tensors[f"parameter.{name}"] = parameter.detach()
@@ -161,9 +162,11 @@ def _restore(
     missing = set(trained)
     stored: Iterable[tuple[str, Any]] = chain(numbers.items(), tensors)
     for key, value in stored:
-        if key.startswith(_RANDOM):
-            if key == _RANDOM or torch.cuda.is_available():
-                (torch.set_rng_state if key == _RANDOM else torch.cuda.set_rng_state)(value)
+        if key in (_RANDOM, _RANDOM_OF_GPU):
+            if key == _RANDOM:
+                torch.set_rng_state(value)
+            elif torch.cuda.is_available():
+                torch.cuda.set_rng_state(value)
             continue
         of, _, name = key.partition(".")
         kind, name = ("", name) if of == "parameter" else name.split(".", 1)
