@@ -1,5 +1,7 @@
 """One compression run from the model's name to a verified checkpoint: the steps of `edkm compress`, in order."""
 
+import shutil
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ from edkm_cli.evaluate.size import footprint, table_use, table_warnings
 from edkm_cli.evaluate.texts import DENSE
 from edkm_cli.export.checkpoint import DenseFormat, rehearse_export, write_checkpoint
 from edkm_cli.export.run import Session, model_digest
-from edkm_cli.files import write_json
+from edkm_cli.files import require_room, write_json
 from edkm_cli.hf import load_source
 from edkm_cli.initialize.build import Recipe, initialize, restore
 from edkm_cli.initialize.compensate import few_tokens, rerouted
@@ -35,7 +37,7 @@ from edkm_cli.train.loop import require_launch, train, train_dense
 from edkm_cli.train.losses import Objective
 from edkm_cli.train.packed import require_attention_within_documents
 from edkm_cli.train.state import CHECKPOINTS, require_none
-from edkm_cli.train.teacher import RememberedTeacher
+from edkm_cli.train.teacher import RememberedTeacher, require_place
 
 Planned = Callable[[RunPlan], None]
 
@@ -59,6 +61,18 @@ def compress(
     watch = observer if observer is not None and world.main else Observer()
     with peers(world):
         return Run(config, world, watch, planned).run("--model", config.model, **options)
+
+
+def _copy_processor(source: models.ModelSource, directory: Path) -> None:
+    """Copy what says how a model gets images, where there is any. Raises UserError if it cannot be had."""
+    from transformers.utils import cached_file
+
+    where = {"revision": source.revision, "local_files_only": source.is_local}
+    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+        with models.loading(source):
+            file = cached_file(source.location, name, _raise_exceptions_for_missing_entries=False, **where)
+        if file is not None:
+            shutil.copyfile(file, directory / name)
 
 
 class Run(Session):
@@ -88,11 +102,15 @@ class Run(Session):
         sha256 = model_digest(self.plan.source, self.plan.architecture)
         if (report := self.finished("report.json", self.plan.asked, model_sha256=sha256)) is not None:
             return report
+        remedy = "free some, or set TMPDIR to another disk"
+        require_room(Path(tempfile.gettempdir()), self.plan.waiting_bytes, "temporary files of the start need", remedy)
+        if self.plan.distills:
+            require_place()
         dense = self._load()
         self.measure_original(dense)
         staging = self.begin()
         if language_model(self.plan.skeleton) and self.world.main:
-            models.copy_processor(self.plan.source, staging)
+            _copy_processor(self.plan.source, staging)
         teacher = self.remember(dense, sha256) if self.plan.distills else None
         model = self._start(dense, staging)
         del dense
@@ -241,7 +259,7 @@ class Run(Session):
             "evaluation": {name: facts["texts"][0][name] for name in ("data", "context", "windows", "tokens")},
             "data": self.trained_on(),
             "allocation": config.allocation,
-            "weights_bytes": models.weight_files_bytes(staging),
+            "weights_bytes": model_files.weight_files_bytes(staging),
             "original_weights_bytes": 2 * plan.parameters,
             "parameters": size.parameters,
             "decoder_bits_per_weight": size.decoder_bits_per_weight,

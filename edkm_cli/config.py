@@ -50,7 +50,7 @@ def contradictions(config: Any) -> list[str]:
     if config.palette != FREE and (config.mode != "straight-through" or config.method != "edkm"):
         found.append(f"palette {config.palette} is for mode straight-through and method edkm; leave both out")
     found += _about_bits(config)
-    if config.target is not None and isinstance(config.bits, int):
+    if config.target is not None:
         about = {name: getattr(config, name) for name in ("granularity", "lut_dtype", "palette", "lut_scale")}
         found += misfits(config.target, bits=config.bits, **about)
     if config.compare_dense and not config.steps:
@@ -365,5 +365,6 @@ def build_config(file: str | Path | None, flags: Mapping[str, Any]) -> CompressC
         values["overrides"] = override_texts(values["overrides"])
     if values.get("target") in [*TARGETS]:  # which a list that a file holds may be asked of, too
         dense = {"embedding_group": 0} if str(values.get("embedding_bits")) == "16" else {}  # not the target's
-        values = {**TARGETS[values["target"]].settings, **dense, **values}
+        chosen = {name: value for name, value in values.items() if value != "auto"}
+        values = {**TARGETS[values["target"]].settings, **dense, **chosen}
     return settings.from_mapping(CompressConfig, values)

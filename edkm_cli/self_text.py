@@ -29,6 +29,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from edkm_cli.config import head_size, known_positions
 from edkm_cli.data import store_of
+from edkm_cli.errors import UserError
 from edkm_cli.files import digest, written_whole
 from edkm_cli.models import config_digest
 from edkm_cli.nn.hooks import changed, evaluating
@@ -167,6 +168,10 @@ def sample(logits: Tensor, uniform: Tensor) -> Tensor:
     entry of the vocabulary (0.18 s a step for 128 sequences of a vocabulary of 49,152, against 0.015 s).
     """
     cumulative = logits.sub(logits.amax(-1, keepdim=True)).exp_().cumsum(-1)
+    if not logits.is_meta and not bool(cumulative[:, -1].isfinite().all()):
+        raise UserError(
+            "the model must write text from logits that are numbers, but some are NaN or Inf; use another --dtype"
+        )
     # The first entry above what was drawn: never one of probability 0, which adds nothing.
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_max_(logits.shape[-1] - 1)
 

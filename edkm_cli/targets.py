@@ -186,7 +186,7 @@ def check_model(
         facts.append(("activation", ("gelu_pytorch_tanh" if gemma else "silu",), used))
         usual: dict[str, Any] = {"attention_bias": False} if architecture.model_type in ("qwen3", "gemma3_text") else {}
         if gemma and form == "gguf":
-            usual |= {"query_pre_attn_scalar": gemma3_scalar(architecture), "final_logit_softcapping": None}
+            usual |= {"query_pre_attn_scalar": gemma_scalar(architecture), "final_logit_softcapping": None}
         facts += [(name, (value,), getattr(architecture, name, value)) for name, value in usual.items()]
         kinds = getattr(architecture, "layer_types", None) or []
         every = 6 if form == "gguf" or not gemma else [*kinds, "full_attention"].index("full_attention") + 1
@@ -210,11 +210,11 @@ def full_positions(architecture: Any, *, by_layer: bool = False) -> int | None:
     return min(filter(None, (getattr(architecture, "max_position_embeddings", None), window)), default=None)
 
 
-def gemma3_scalar(architecture: Any) -> float:
-    """`query_pre_attn_scalar` of Gemma 3 in llama.cpp, whose files do not say it: the largest model's is the width of a
-    head, which is not the size there."""
-    widest = architecture.num_hidden_layers == 62
-    return architecture.hidden_size / architecture.num_attention_heads if widest else architecture.head_dim
+def gemma_scalar(architecture: Any) -> int:
+    """`query_pre_attn_scalar` of Gemma 2 and 3 in llama.cpp, whose files do not say it: the largest models' is the width of
+    a head, which is not the size there."""
+    widest = architecture.num_hidden_layers == (46 if architecture.model_type == "gemma2" else 62)
+    return architecture.hidden_size // architecture.num_attention_heads if widest else architecture.head_dim
 
 
 def falls_back(name: str | None, columns: int, width: int | None, *, linear: bool = True) -> str:

@@ -142,6 +142,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json must name a file in a directory that exists, got {arguments.json}")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(arguments.device):

@@ -75,6 +75,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json must name a file in a directory that exists, got {args.json}")
     dense, packed = models(args)
     tokens = [torch.randn(1, 1, args.hidden, dtype=torch.bfloat16) for _ in range(args.tokens)]
     result: dict[str, Any] = {

@@ -198,6 +198,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the result goes; the default is to print it")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json must name a file in a directory that exists, got {arguments.json}")
     if arguments.work:
         work(arguments.work)
         return

@@ -167,6 +167,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 is PyTorch's own choice")
     parser.add_argument("--json", type=Path, help="where the result goes; the default is to print it")
     arguments = parser.parse_args()
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json must name a file in a directory that exists, got {arguments.json}")
     if arguments.what == "step" and not arguments.model:
         parser.error("step needs --model")
     if arguments.threads:

@@ -184,6 +184,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json must name a file in a directory that exists, got {arguments.json}")
     result = measure(arguments)
     for part in result["parts"]:
         seconds = f"{part['seconds']:9.2f} s, of all cores {part['cpu_seconds']:9.2f} s"

@@ -271,7 +271,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="steps before them")
     parser.add_argument("--memory-limit", type=byte_count, help="of the GPU's memory, for example 24GiB")
     parser.add_argument("--json", type=Path, help="where the result goes; the default is to print it")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json must name a file in a directory that exists, got {arguments.json}")
+    return arguments
 
 
 def main() -> int:

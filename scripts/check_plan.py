@@ -72,6 +72,8 @@ def main() -> None:
     parser.add_argument("--short", default=SHORT, help="flags of all cases; default: two steps and little text")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json must name a file in a directory that exists, got {arguments.json}")
     common = ["--model", arguments.model, "--device", arguments.device, "--data", arguments.data]
     common += shlex.split(arguments.short)
     rows = []

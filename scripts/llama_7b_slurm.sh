@@ -38,6 +38,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-540}
 nodes=$SLURM_JOB_NUM_NODES
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000))
+case " $* " in *" --output"* | *" -o"*) echo "say OUTPUT=DIR in place of --output" >&2 && exit 2 ;; esac
 run=(--config "$CONFIG" --model "$MODEL" --output "$OUTPUT" --device "$DEVICE" --batch-size "$BATCH_SIZE" "$@")
 planned=()
 [ "$DEVICE" = cpu ] || planned=(--gpus "$((nodes * PROCESSES))")

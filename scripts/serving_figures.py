@@ -297,6 +297,8 @@ def main() -> int:
     parser.add_argument("--after", type=Path, help="for `speed`: load, and measure when this file is there")
     parser.add_argument("--eager", action="store_true", help="for `agree`: do not compile graphs")
     arguments = parser.parse_args()
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json must name a file in a directory that exists, got {arguments.json}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that engines and servers are ended, too
     if arguments.part == "all":
         work = Path(*arguments.directory or ("out/serving",))

@@ -208,3 +208,23 @@ class LiveMatrices(TorchDispatchMode):
                 self.known |= {StorageWeakRef(leaf.untyped_storage())} - given
         self.peak = max(self.peak, self.alive())
         return result
+
+
+def test_centroids_of_another_geometry_are_refused():
+    x, weight, start, _ = make("row:1")
+    with pytest.raises(UserError, match=r"new_centroids of weight must be \(16, 8\), got \(1, 8\)"):
+        clustered_linear(x, weight, start, granularity="row:1", mode="hard", new_centroids=start[:1])
+
+
+def test_the_default_dtype_changes_no_gradient():
+    x, weight, start, _ = make("tensor", torch.bfloat16)
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            out = clustered_linear(x, weight, start, granularity="tensor", mode="soft", **SETTINGS)
+            gradients.append(torch.autograd.grad(out.float().square().sum(), weight)[0])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert gradients[0].abs().sum() > 0
+    assert torch.equal(*gradients)

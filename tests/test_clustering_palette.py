@@ -141,3 +141,11 @@ def test_a_fixed_scale_is_taken_as_it_is_and_limits_what_tables_reach():
     wanted = (centroids * 16).clamp(max=448).to(torch.float8_e4m3fn).float() / 16
     assert torch.equal(round_lut(centroids, "float8_e4m3fn", 2.0**-4), wanted)
     assert wanted[0, 3] == 28
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16])
+def test_indices_of_any_whole_numbers_mean_the_same(dtype):
+    lut, indices = torch.tensor([[-1.0, 0.0, 1.0]]), torch.tensor([[0, 2, 2, 1]], dtype=torch.uint8)
+    found = lookup(indices.to(dtype), lut, granularity="row:1")
+    assert torch.equal(found, lookup(indices, lut, granularity="row:1"))
+    assert found.tolist() == [[-1, 1, 1, 0]]

@@ -239,3 +239,4 @@ def test_sizes_count_what_the_files_hold_wider_than_the_configuration_says(text_
     assert 95_000 < size <= 100_000
     assert result["model_bits_per_weight"] == pytest.approx(8 * size / result["parameters"])
     assert verify(Compressed(tmp_path / "out"))["report"]
+    assert f"{result['resolved']['bits']:.3g}-bit palettized" in (tmp_path / "out" / "README.md").read_text()

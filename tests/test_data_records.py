@@ -231,3 +231,15 @@ def test_a_template_that_refuses_says_so():
         render({"messages": TURNS}, "here", tokenizer=tokenizer(strict))
     with pytest.raises(UserError, match="must have 'role' and 'content'"):
         render({"messages": [{"content": "a"}]}, "here", tokenizer=tokenizer())
+
+
+def test_fields_that_arrow_gives_to_all_objects_are_not_learnt():
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"city": "X", "path": None}}}]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"city": {"type": "string"}, "path": None}}}]
+    template = "{{ tools }}{% for message in messages %}{{ message }}{% endfor %}"
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    (document,) = render({"messages": messages, "tools": tools}, "record 1", tokenizer=tokenizer, whole=True)
+    assert "path" not in document.text
+    assert "city" in document.text

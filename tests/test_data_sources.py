@@ -116,3 +116,12 @@ def test_the_prose_that_comes_with_the_package_is_measured_whole_and_never_when_
     require_held_out([documentation], prose)
     with pytest.raises(UserError, match="must not be trained on"):
         require_held_out([prose], prose)
+
+
+def test_a_link_to_a_directory_is_not_left_out_in_silence(tmp_path):
+    for name in ("texts", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("text")
+    (tmp_path / "texts" / "more").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="holds a link to a directory"):
+        parse_source(str(tmp_path / "texts"))

@@ -11,7 +11,8 @@ import torch
 
 import edkm_cli
 from edkm_cli.compress import compress
-from edkm_cli.distributed import World, assign, full, local
+from edkm_cli.distributed import World, assign, full, launched, local
+from edkm_cli.errors import UserError
 from families import family
 from helpers import assert_same_to_rounding, byte_tokenizer, settings, weights_of
 from processes import PATIENCE_SECONDS, assert_finished, together, torchrun, wait_for_steps
@@ -149,6 +150,13 @@ def test_a_killed_process_ends_the_run_with_a_clear_line_and_the_run_resumes(
     assert_finished(together(start, [config, whole], tmp_path / "log", resume=True), tmp_path / "log")
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("killed", "whole")]
     assert files[0] == files[1]
+
+
+def test_a_launcher_that_gives_no_number_of_processes_is_told(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(UserError, match="whole numbers, set by a launcher"):
+        launched()
 
 
 def test_a_world_of_one_changes_nothing():

@@ -5,8 +5,8 @@ import pytest
 from torch import nn
 
 from edkm_cli.config import CompressConfig
-from edkm_cli.dryrun.need import group_limits, physical_bytes
 from edkm_cli.dryrun.plan import dry_run
+from edkm_cli.environment import group_limits, physical_bytes
 from edkm_cli.summaries import summary
 from helpers import tiny_llama
 

@@ -296,3 +296,22 @@ def test_a_disk_that_is_full_is_told_at_the_first_window(model_directory, text_f
     assert status == 2
     assert "predictions could not be kept on disk" in err
     assert len(windows) == 1
+
+
+def test_a_noise_floor_that_has_no_room_is_left_out(model_directory, text_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("edkm_cli.evaluate.verdict.physical_bytes", lambda: 1000)
+    command = ("eval", model_directory, "--reference", model_directory, "--data", text_file, *MEASURE)
+    assert run(*command, "--prompts", 0, "--json", tmp_path / "r.json", "--page", tmp_path / "v.html")[0] == 0
+    assert json.loads((tmp_path / "r.json").read_text())["noise_floor"] is None
+    assert "not measured" in (tmp_path / "v.html").read_text()
+
+
+def test_a_page_is_written_where_nobody_reads_what_is_printed(model_directory, text_file, tmp_path, monkeypatch):
+    def broken(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("edkm_cli.cli.options.print", broken, raising=False)
+    command = ("eval", model_directory, "--reference", model_directory, "--data", text_file, *MEASURE)
+    with pytest.raises(BrokenPipeError):
+        run(*command, "--prompts", 0, "--page", tmp_path / "v.html")
+    assert "edkm eval</title>" in (tmp_path / "v.html").read_text()

@@ -1,7 +1,9 @@
 """The output directory: checkpoints are not thrown away, and two runs do not share it."""
 
 import errno
+import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -170,3 +172,26 @@ def test_on_a_file_system_without_locks_a_run_begins(tmp_path, monkeypatch):
     for _ in range(2):
         with OutputDirectory(tmp_path / "out"):
             pass
+
+
+def test_a_page_that_was_moved_away_damages_no_result(tmp_path):
+    committed(tmp_path / "out")
+    page = tmp_path / "out" / "report.html"
+    page.write_text("page")
+    listed = module.ownership.listing(tmp_path / "out")
+    listed["files"]["report.html"] = module.ownership.entry_of(page)
+    (tmp_path / "out" / "edkm-files.json").write_text(json.dumps(listed))
+    page.unlink()
+    assert OutputDirectory(tmp_path / "out", resume=True).finished("report.json", {"a": 1}, {}) == {}
+
+
+def test_what_a_run_has_written_counts_as_room(unfinished, monkeypatch):
+    (unfinished.with_name("out.partial") / "checkpoints" / "step-000050" / "state.safetensors").write_bytes(
+        bytes(10**6)
+    )
+    free = shutil.disk_usage(unfinished.parent).free
+    usage = shutil._ntuple_diskusage(free, 0, module._SPARE_BYTES + 10**6)
+    monkeypatch.setattr("edkm_cli.files.shutil.disk_usage", lambda folder: usage)
+    OutputDirectory(unfinished, resume=True).rehearse(19 * 10**5)
+    with pytest.raises(UserError, match="--output needs"):
+        OutputDirectory(unfinished, resume=True).rehearse(21 * 10**5)

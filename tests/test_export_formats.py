@@ -293,3 +293,9 @@ def test_a_perplexity_that_drifts_is_refused():
     require_same_perplexity(30.0, 30.01, exact=False)
     with pytest.raises(UserError, match="nothing was put in place"):
         require_same_perplexity(30.0, float("nan"), exact=False)
+
+
+def test_codes_of_many_rows_are_those_of_a_few():
+    words = torch.randint(-(2**31), 2**31, (4100, 3), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    parts = torch.cat([codes_in(words[:9], 3, 32), codes_in(words[9:], 3, 32)])
+    assert torch.equal(codes_in(words, 3, 32), parts)

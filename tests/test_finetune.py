@@ -272,7 +272,11 @@ def test_a_merge_learns_as_the_adapter_did(packed, text_file, tmp_path):
     report["config"]["streaming"] = False  # a part of a hub set can be had in no other way
     (tmp_path / "adapter" / "finetune.json").write_text(json.dumps(report))
     found = with_data(MergeConfig(adapter=str(tmp_path / "adapter")), tmp_path / "adapter")
-    assert (found.packing, found.train_on, found.streaming) == (True, "all", False)
+    assert (found.packing, found.train_on, found.streaming, found.long_records) == (True, "all", False, "split")
+    report["config"]["long_records"] = "drop"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "finetune.json").write_text(json.dumps(report))
+    assert with_data(MergeConfig(adapter=str(tmp_path / "other")), tmp_path / "other").long_records == "drop"
     asked = MergeConfig(adapter=str(tmp_path / "adapter"), packing=False, train_on="completions")
     found = with_data(asked, tmp_path / "adapter")
     assert (found.packing, found.train_on) == (False, "completions")

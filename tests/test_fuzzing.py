@@ -36,7 +36,7 @@ def checkpoint(tmp_path_factory):
 
 def report_of(directory):
     from edkm_cli.evaluate.size import footprint
-    from edkm_cli.models import weight_files_bytes
+    from edkm_cli.model_files import weight_files_bytes
 
     size = footprint(load(directory))
     return {

@@ -163,3 +163,38 @@ def test_a_model_decoded_to_another_dtype_is_as_if_loaded_in_it(packed, ids, dty
     assert model.dtype == model.config.dtype == dtype
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     assert torch.equal(model(ids).logits, wanted(ids).logits)
+
+
+@pytest.mark.parametrize(("loaded", "to"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_what_was_cast_is_decoded_to_one_dtype(packed, ids, loaded, to):
+    model = edkm_cli.load(packed, dtype=loaded).to(getattr(torch, to))
+    model.dequantize()
+    assert {parameter.dtype for parameter in model.parameters()} == {model.config.dtype}
+    model(ids)
+    again = edkm_cli.load(packed, dtype=loaded).to(getattr(torch, to))
+    again.dequantize(getattr(torch, to))
+    assert {parameter.dtype for parameter in again.parameters()} == {again.config.dtype} == {getattr(torch, to)}
+
+
+def test_what_an_adapter_that_was_deleted_leaves_is_not_saved(packed, tmp_path):
+    model = edkm_cli.load(packed)
+    model.add_adapter(LoraConfig(target_modules=["down_proj"]))
+    model.delete_adapter("default")
+    with pytest.raises(UserError, match=r"down_proj\.base_layer is inside an adapter's layer"):
+        model.save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("options", [{"device": "gpu"}, {"dtype": "bf16"}, {"dtype": "int8"}, {"device": "cuda:99"}])
+def test_a_dtype_or_device_that_is_none_is_told_before_the_files_are_read(options, tmp_path):
+    with pytest.raises(UserError, match="dtype and device must be torch's"):
+        edkm_cli.load(tmp_path, **options)
+
+
+def test_transforms_of_functions_get_what_a_plain_call_gets(packed, ids):
+    model = edkm_cli.load(packed, dtype=torch.float32)
+    linear, embedding = model.model.layers[0].self_attn.q_proj, model.model.embed_tokens
+    x = torch.randn(3, linear.in_features)
+    with torch.no_grad():
+        for transform in (torch.func.functionalize, torch.func.vmap):
+            torch.testing.assert_close(transform(linear)(x), linear(x), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(transform(embedding)(ids), embedding(ids))

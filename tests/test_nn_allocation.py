@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from edkm_cli.compress import compress
-from edkm_cli.config import CompressConfig
+from edkm_cli.config import CompressConfig, build_config
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import load
@@ -188,3 +188,24 @@ def test_a_run_with_bits_by_sensitivity_resumes_and_holds_what_it_reports(model_
         compress(parts, resume=True, observer=stop_after(2))
     compress(parts, resume=True)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_a_size_that_only_more_embedding_bits_meet_is_met():
+    swaps = [Swap("e", "embedding", (100, 100)), Swap("l", "linear", (1000, 1000))]
+
+    def average(few):
+        if few < 6:
+            raise UserError("too small for this size")
+        return 8.0
+
+    assert choose_embedding_bits(CompressConfig(target_size="1MB", allocation="sensitivity"), swaps, average) == 6
+
+
+@pytest.mark.parametrize("bits", [3, 3.5, 4])
+def test_a_target_gets_no_more_bits_than_it_holds(bits):
+    swaps = [Swap("e", "embedding", (40_000, 128)), Swap("l", "linear", (640, 640))]
+    config = build_config(None, {"target": "mlx:4", "bits": bits, "allocation": "sensitivity"})
+    resolved = replace(config, embedding_bits=choose_embedding_bits(config, swaps))
+    _, average = planned_spec(resolved, swaps, asked=config)
+    assert bits < average
+    assert max(tried_bits(average)) <= 6

@@ -70,6 +70,8 @@ def words(tree):
 
 
 def edit_report(directory, **changes):
+    """Other facts in a report, of a run that says nothing of its model's files."""
+    (directory / "edkm-files.json").unlink(missing_ok=True)
     path = directory / "report.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
@@ -349,3 +351,18 @@ def test_charts_escape_all_but_themselves():
 def test_places_in_the_model():
     assert place("model.layers.3.mlp.up_proj") == ("up_proj", "3")
     assert place("projector") == ("projector", "-")
+
+
+def test_a_model_of_the_same_shapes_is_not_taken_for_the_original(copied, model_directory, tmp_path):
+    other = shutil.copytree(model_directory, tmp_path / "model")
+    tensors = {name: tensor + 1 for name, tensor in load_file(other / "model.safetensors").items()}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    report = copied / "report.json"
+    report.write_text(json.dumps({**json.loads(report.read_text()), "model": str(other)}))
+    result = build_report(copied)
+    assert "is not the model that was compressed" in result["missing"]
+    assert result["layers"] == []
+
+
+def test_a_page_is_written_to_a_stream(copied):
+    assert build_report(copied, output="/dev/null", weights=False)["page"] == "/dev/null"

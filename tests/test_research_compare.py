@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import edkm_cli
-from edkm_cli import data, models
+from edkm_cli import data, model_files, models
 from edkm_cli.config import build_config
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.perplexity import perplexity
@@ -108,7 +108,7 @@ def test_our_row_is_the_exported_models(finished, model_directory, text_file):
     tokenizer = models.load_tokenizer(models.resolve(str(model_directory)))
     text = data.tokenize(data.load_documents(data.parse_source(str(text_file)), "test"), tokenizer)
     assert row["perplexity"] == pytest.approx(perplexity(model, text, context=64, max_windows=2).perplexity)
-    assert row["weights_bytes"] == models.weight_files_bytes(row["directory"])
+    assert row["weights_bytes"] == model_files.weight_files_bytes(row["directory"])
     assert (row["bits"], row["granularity"], row["training_tokens"]) == (3, "tensor", 2 * 48)
     assert row["calibration_tokens"] > 0
     assert row["note"] == "embeddings as they came"

@@ -291,3 +291,51 @@ def test_the_default_device_is_not_asked(llama):
         with torch.device("meta"):
             logits = llama(torch.tensor([[3]], device="cpu"), past_key_values=cache).logits
     assert logits.device.type == "cpu"
+
+
+def test_an_attention_function_that_somebody_put_in_the_table_is_called(llama, monkeypatch):
+    plain = run(llama, monkeypatch, shortcut=True)[0]
+
+    @functools.wraps(sdpa_attention_forward)
+    def halved(*given, **how):
+        return sdpa_attention_forward(*given, **how)[0] / 2, None
+
+    monkeypatch.setitem(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", halved)
+    found, expected = (run(llama, monkeypatch, shortcut=shortcut)[0] for shortcut in (True, False))
+    assert torch.equal(found, expected)
+    assert not torch.allclose(found, plain)
+
+
+class _Wrapper(torch.nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args, **kwargs):
+        return self.block(*args, **kwargs) * 1.5
+
+
+def test_a_layer_inside_somebodys_wrapper_goes_to_transformers_and_comes_back(llama, monkeypatch):
+    plain = run(llama, monkeypatch, shortcut=True)[0]
+    inner = llama.model.layers[1]
+    llama.model.layers[1] = _Wrapper(inner)
+    found, expected = (run(llama, monkeypatch, shortcut=shortcut)[0] for shortcut in (True, False))
+    assert torch.equal(found, expected)
+    llama.model.layers[1] = inner
+    assert torch.equal(run(llama, monkeypatch, shortcut=True)[0], plain)
+
+
+def test_a_bias_that_is_added_later_is_added(llama, monkeypatch):
+    linear = llama.model.layers[1].mlp.down_proj
+    linear.bias = None
+    plain = run(llama, monkeypatch, shortcut=True)[0]
+    linear.bias = torch.nn.Parameter(torch.ones(linear.out_features))
+    found, expected = (run(llama, monkeypatch, shortcut=shortcut)[0] for shortcut in (True, False))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, plain, atol=1e-2)
+
+
+def test_tensors_beside_the_tokens_go_to_transformers(llama, monkeypatch):
+    plain = run(llama, monkeypatch, shortcut=False)[0]
+    found = run(llama, monkeypatch, shortcut=True, token_type_ids=torch.zeros(1, 10, dtype=torch.int64))[0]
+    torch.testing.assert_close(found, plain, rtol=1e-4, atol=1e-4)

@@ -104,6 +104,14 @@ def test_what_has_no_probability_is_never_drawn():
     assert abs(int(counts[0]) - 2000) < 200
 
 
+def test_logits_that_are_no_numbers_are_told_at_the_first_token():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight[7] = torch.inf
+    with pytest.raises(UserError, match="logits that are numbers"):
+        write_text(model, [0], sequences=2, length=8, seed=0)
+
+
 def test_a_seed_gives_one_text_and_training_mode_is_given_back():
     model = tiny_llama().train()
     first, again, other = (write_text(model, [0], sequences=2, length=8, seed=seed) for seed in (1, 1, 2))

@@ -154,3 +154,16 @@ def test_super_blocks_of_the_smallest_numbers_keep_them(bits):
     table = grid.tables(grid.start(w, granularity=Granularity.parse("block:1x32")))
     nearest = table.gather(1, (table[:, None] - w.view(-1, 32, 1)).abs().argmin(2))
     assert (nearest - w.view(-1, 32)).norm() < 0.2 * w.norm()
+
+
+@pytest.mark.parametrize("given", [{"palette": "free"}, {"lut_dtype": "float32"}], ids=str)
+def test_a_fraction_of_a_bit_hides_no_misfit(given):
+    with pytest.raises(UserError, match="mlx:4 holds"):
+        build_config(None, {"model": "m", "target": "mlx:4", "bits": 3.5, **given})
+
+
+@pytest.mark.parametrize(("target", "field"), [("w4a16", "embedding_bits"), ("gguf:q4_k", "lut_dtype")])
+def test_auto_is_what_leaving_it_out_means(target, field):
+    plain, told = (build_config(None, {"model": "m", "target": target, **more}) for more in ({}, {field: "auto"}))
+    assert plain == told
+    assert getattr(told, field) != "auto"

@@ -18,7 +18,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.models import cache_directory
 from edkm_cli.train import teacher
 from edkm_cli.train.losses import Beside, Objective
-from edkm_cli.train.teacher import micro_batch, remember
+from edkm_cli.train.teacher import micro_batch, remember, require_place
 from helpers import settings, tiny_llama, weights_of
 
 
@@ -214,3 +214,10 @@ def test_states_of_another_number_format_are_anothers():
     remembered(tiny_llama(), blocks_of())
     remembered(tiny_llama().half(), blocks_of())
     assert files().count(".states") == 2
+
+
+def test_a_cache_that_cannot_be_written_to_is_told_before_the_work(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EDKM_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"uncompressed model's states are kept in .*EDKM_CACHE"):
+        require_place()

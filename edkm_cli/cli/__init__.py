@@ -64,6 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is temporary is removed
     with suppress(AttributeError):  # standard output is closed, or no file
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # what is no UTF-8 is told by itself
     try:
         app(args=arguments)
     except PeerLost as error:
@@ -73,9 +74,6 @@ def main(arguments: list[str] | None = None) -> None:
         if first_process():
             print(f"edkm: {stop}", file=sys.stderr)
         sys.exit(143)
-    except KeyboardInterrupt:
-        print("edkm: interrupted", file=sys.stderr)
-        sys.exit(130)
     except Exception as error:
         known = error if isinstance(error, UserError) else shortage(error)
         if known is None:

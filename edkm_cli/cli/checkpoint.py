@@ -37,9 +37,11 @@ def eval_command(
 
     watch = progress()
     result = evaluate_model(model, settings, track=watch.track, say=watch.say)
-    tell("eval", result, json_file)
-    if page is not None:
-        replace_file(page, verdict_page(stamped(result)))
+    try:
+        tell("eval", result, json_file)
+    finally:  # also where nobody reads what is printed
+        if page is not None:
+            replace_file(page, verdict_page(stamped(result)))
     if settings.reference is not None:
         require_passed(result["verdict"])
 
@@ -71,7 +73,13 @@ def report_command(
     directory: Annotated[Path, typer.Argument(help="What edkm compress wrote, or is writing.")],
     output: Annotated[
         Path | None,
-        option(None, "File for the page; default: report.html in DIRECTORY.", "--output", "-o", metavar="FILE"),
+        option(
+            None,
+            "File for the page; default: DIRECTORY/report.html or DIRECTORY.partial.html.",
+            "--output",
+            "-o",
+            metavar="FILE",
+        ),
     ] = None,
     weights: Annotated[
         bool, option(None, "Compare the weights with those of the original model (slower).", "--weights/--no-weights")

@@ -150,9 +150,11 @@ def _measure(module: str, settings: Any, json_file: Path | None, plot_file: Path
 
     bench = import_module(f"edkm_cli.research.bench.{module}")
     result = bench.run(replace(settings, device=choose_device(settings.device)), log=progress().say)
-    finish(bench.format_table(result), result, json_file)
-    if plot_file is not None:
-        bench.plot(result, plot_file)
+    try:
+        finish(bench.format_table(result), result, json_file)
+    finally:  # also where nobody reads what is printed
+        if plot_file is not None:
+            bench.plot(result, plot_file)
 
 
 @configured(ClusteringBench)

@@ -139,6 +139,8 @@ def clustered_linear(
     options = Settings(tile, temperature, iterations, name, mode, parse_lut_dtype(lut_dtype), lut_scale)
     final = centroids if mode == "straight-through" else new_centroids
     if final is not None:
+        if final.shape != centroids.shape:
+            raise UserError(f"new_centroids of {name} must be {tuple(centroids.shape)}, got {tuple(final.shape)}")
         final = final.detach().to(kernels.centroid_dtype(weight))
     mass = None if mode == "straight-through" else checked_importance(importance, weight, layer=name)
     x = as_autocast(x)

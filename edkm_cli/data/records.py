@@ -89,7 +89,7 @@ def _rendered(chat: _Chat, record: Mapping[str, Any], where: str, tokenizer: Any
     if not getattr(tokenizer, "chat_template", None):
         rule = f"{where} is a conversation, but the model's tokenizer has no chat template"
         raise UserError(f"{rule}; use an instruction-tuned model, or records with 'prompt' and 'completion'")
-    tools = record.get("tools") or None
+    tools = _present(record.get("tools")) or None
     try:
         if whole:
             return [Document(render_text(tokenizer, chat.messages, tools), templated=True)]
@@ -158,6 +158,13 @@ def _messages(turns: Any, name: str, where: str, beside: Mapping[str, Any] | Non
     return said if not said or said[0]["role"] == "system" else [*first, *said]
 
 
+def _present(value: Any) -> Any:
+    """Without nulls inside of objects: Arrow gives each object the fields of all."""
+    if isinstance(value, Mapping):
+        return {name: _present(part) for name, part in value.items() if part is not None}
+    return [_present(part) for part in value] if isinstance(value, list) else value
+
+
 def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A message with `role` and `content`; ShareGPT's `from` and `value` in their places, empty fields left out."""
     if "from" in turn and "value" in turn:
@@ -165,7 +172,7 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
         if role is None:
             raise UserError(f"a turn must be from one of {', '.join(_ROLES)}, one in {where} is from {turn['from']!r}")
         turn = {**turn, "role": role, "content": turn["value"] or ""}
-    message = {name: value for name, value in turn.items() if value is not None or name == "content"}
+    message = {name: _present(value) for name, value in turn.items() if value is not None or name == "content"}
     if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
         raise UserError(f"a message must have 'role' and 'content', but one in {where} has {_fields(turn)}")
     if message.get("content") is not None or not message.get("tool_calls"):

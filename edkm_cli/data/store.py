@@ -25,7 +25,7 @@ from edkm_cli.data.encode import Counts, Encoded
 from edkm_cli.errors import UserError
 from edkm_cli.files import sync, write_json
 
-FORMAT = 4
+FORMAT = 5
 TOKENS, TRAINED, ENDS, MARKS, MANIFEST = "tokens.bin", "trained.bin", "ends.bin", "marks.bin", "manifest.json"
 _DIGEST_CHUNK = 32 << 20
 

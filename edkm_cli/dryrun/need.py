@@ -1,10 +1,7 @@
 """What a process of a planned run needs: tensors, by a rehearsal, and the process itself; and the machine that it is planned
 for: its devices, their memory, and what takes memory besides tensors."""
 
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import psutil
 import torch
@@ -15,6 +12,7 @@ from edkm_cli.distributed import World, launched, wants_sharding
 from edkm_cli.dryrun.ledger import DEVICE, HEAP, HOST, Peak
 from edkm_cli.dryrun.meta import PARTS
 from edkm_cli.dryrun.rehearsal import Rehearsal
+from edkm_cli.environment import physical_bytes
 from edkm_cli.errors import UserError, named
 from edkm_cli.nn.swap import LINEAR
 from edkm_cli.precision import multiplies_bfloat16
@@ -66,26 +64,6 @@ def this_machine(world: World) -> Machine:
         return Machine(world, physical_bytes(), None)
     number = torch.device(world.device).index or 0
     return Machine(world, torch.cuda.get_device_properties(number).total_memory, physical_bytes())
-
-
-def physical_bytes() -> int:
-    """Memory that this process may take: the machine's, or less where Linux limits its container or job."""
-    total = psutil.virtual_memory().total
-    try:
-        groups = Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:  # not Linux
-        return total
-    return min(total, *group_limits(groups, Path("/sys/fs/cgroup")))
-
-
-def group_limits(groups: str, root: Path) -> Iterator[int]:
-    """Limits on memory of control groups, of both versions, from what the kernel says of a process and the root of all."""
-    for _, controllers, group in (line.split(":", 2) for line in groups.splitlines()):
-        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
-        own = top / group.strip("/")
-        for folder in (own, *own.parents) if controllers in ("", "memory") else ():
-            with suppress(OSError, ValueError):  # without a limit version 2 says "max", version 1 a huge number
-                yield int((folder / name).read_text(encoding="ascii"))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from edkm_cli.evaluate.reference import other_vocabulary
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.evaluate.verdict import Study, text_row
 from edkm_cli.format import read_spec
-from edkm_cli.hf import load_any
+from edkm_cli.hf import LateTokenizer, load_any
 from edkm_cli.integrity import check_checkpoint, stored_skeleton
 from edkm_cli.nn.hooks import changed, evaluating
 from edkm_cli.nn.swap import dequantize_model, is_packed
@@ -61,7 +61,7 @@ def evaluate_model(
             raise other_vocabulary(ours, theirs)
     # Most texts are read without it, and a damaged model is better told of by its weights.
     # With a reference it is the reference's: what both get are its tokens, and a saved model may come without.
-    late = models.LateTokenizer(first)
+    late = LateTokenizer(first)
     documents = [texts.load_documents(texts.parse_source(text), tokenizer=late) for text in names]
     loaded = tasks.load_tasks(settings) if settings.benchmarks else {}
     model = load_any(first, dtype=dtype, device=device)

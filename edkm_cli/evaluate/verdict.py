@@ -1,8 +1,8 @@
 """What `edkm eval --reference` measures of the uncompressed model first, and then of the model beside it.
 
 Only one of the two is in memory at a time: of the reference remain its predictions and layer outputs, in files, its texts
-and its answers. Its noise floor, what the number format alone costs, is measured at its end: it is cast to the other
-format and compared with what it predicted before.
+and its answers. Its noise floor, what the number format alone costs, is measured at its end, where there is room: it is
+cast to the other format and compared with what it predicted before.
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from edkm_cli.config import known_positions
+from edkm_cli.environment import physical_bytes
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate import tasks, writing
 from edkm_cli.evaluate.config import EvalConfig
@@ -127,10 +128,14 @@ class Study:
         return [("positions", self.tokens[0], full, 1)]
 
     def _noise_floor(self, model: Any) -> dict[str, Any] | None:
-        """The distance of the reference in the other number format from itself; None of one that is packed. Casts it."""
+        """The distance of the reference in the other number format from itself; None of one that is packed, or that has no
+        room in that format. Casts it."""
         if is_packed(model) or model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return None
         other = torch.bfloat16 if model.dtype == torch.float32 else torch.float32
+        room = physical_bytes() if model.device.type == "cpu" else torch.cuda.mem_get_info(model.device)[1]
+        if 1.1 * sum(weight.numel() for weight in model.parameters()) * other.itemsize > room:
+            return None
         for weight in model.parameters():  # not what is computed, as rotary frequencies are
             weight.data = weight.data.to(other)
         most = min(self.settings.max_windows or _FLOOR_WINDOWS, _FLOOR_WINDOWS)

@@ -24,7 +24,7 @@ from edkm_cli.export.formats.options import Options
 from edkm_cli.export.ownership import run_paths
 from edkm_cli.export.source import Compressed
 from edkm_cli.files import write_json
-from edkm_cli.hf import load
+from edkm_cli.hf import LateTokenizer, load
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.experts import apart
 
@@ -57,7 +57,7 @@ def export_model(
         raise UserError(f"--to {to} writes {written}, whatever --dtype {options.dtype} says; leave it out")
     tokens = None
     if options.verify == "perplexity":  # the text is read before the work
-        late = models.LateTokenizer(models.resolve(str(source.directory), trust_remote_code=source.trust_remote_code))
+        late = LateTokenizer(models.resolve(str(source.directory), trust_remote_code=source.trust_remote_code))
         tokens = texts.tokenize(texts.load_documents(texts.parse_source(options.data), tokenizer=late), late.tokenizer)
     with OutputDirectory(output, inputs=run_paths(options, "DIRECTORY", directory), overwrite=overwrite) as place:
         place.rehearse(form.needed_bytes(source, options))

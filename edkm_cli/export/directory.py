@@ -114,7 +114,9 @@ class OutputDirectory:
     @_on_main
     def rehearse(self, needed_bytes: int) -> None:
         """Try what the end of the run will do: raises UserError unless a file can be written, synced and renamed there
-        and the disk has room for the result."""
+        and the disk has room for the result. Not where a run is resumed that is finished."""
+        if self._resume and not self._overwrite and ownership.listing(self.path):
+            return
         folder = next(folder for folder in self.path.parents if folder.exists())
         trial = folder / f".{self.path.name}.rehearsal"  # always the same: a killed run leaves one at most
         try:
@@ -128,7 +130,8 @@ class OutputDirectory:
                 shutil.rmtree(trial, ignore_errors=True)
         except OSError as error:
             raise UserError(f"--output must be on a writable disk, {folder} is none ({error}); take another") from error
-        require_room(folder, needed_bytes + _SPARE_BYTES, "--output needs", "free some or choose another place")
+        there = sum((self.partial / name).lstat().st_size for name in ownership.entries(self.partial))
+        require_room(folder, needed_bytes + _SPARE_BYTES - there, "--output needs", "free some or choose another place")
 
     @_on_main
     def finished(self, report: str, identity: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -150,6 +153,8 @@ class OutputDirectory:
             raise UserError(f"--resume: {self.path} is finished, but {changes}; choose another --output or --overwrite")
         for name, facts in ownership.listing(self.path)["files"].items():
             file = self.path / name
+            if not ownership.WRITTEN.fullmatch(name):  # a page or figure that was made of it afterwards
+                continue
             if not file.is_file() or (file.suffix == ".safetensors" and ownership.entry_of(file) != facts):
                 rule = f"--resume: {self.path} is finished, but its {name} is missing or damaged"
                 raise UserError(f"{rule}; make it again with --overwrite, or choose another --output")

@@ -25,7 +25,7 @@ _GENERATORS = (b'<meta name="generator" content="edkm ', b"<desc>edkm ")  # a pa
 _MOST_BYTES = 2**28  # of a result that is read to see whose it is
 
 # Names of the files that a run writes into its unfinished result, as paths from there.
-_WRITTEN = re.compile(
+WRITTEN = re.compile(
     r"(edkm-run|edkm-files|config|generation_config|((video_)?pre)?processor_config|special_tokens_map"
     r"|added_tokens|checksums|tensors|report|finetune|merge|export|quant_config|adapter_config"
     r"|model\.safetensors\.index)\.json(\.tmp)?"
@@ -71,7 +71,7 @@ def _is_ours(directory: Path, name: str, files: dict[str, Any], *, begun: bool) 
         return path.is_file()
     if name in files:
         return path.is_file() and entry_of(path) == files[name]
-    return begun and (not files or name.startswith(f"{CHECKPOINTS}/")) and _WRITTEN.fullmatch(name) is not None
+    return begun and (not files or name.startswith(f"{CHECKPOINTS}/")) and WRITTEN.fullmatch(name) is not None
 
 
 def entry_of(path: Path) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 def files_of(directory: Path) -> dict[str, Any]:
     """The list of a result that is about to be put in place: what its run wrote, without what it will clear away."""
-    names = [name for name in entries(directory) if _WRITTEN.fullmatch(name) and (directory / name).is_file()]
+    names = [name for name in entries(directory) if WRITTEN.fullmatch(name) and (directory / name).is_file()]
     kept = [name for name in names if not name.startswith((MARKER, FILES, f"{CHECKPOINTS}/"))]
     return {name: entry_of(directory / name) for name in sorted(kept)}
 
@@ -156,7 +156,7 @@ def require_replaceable(option: str, path: Path) -> None:
         return
     with open(path, "rb") as file:
         head = file.read(4096)
-    part = path.name in listing(path.parent).get("files", {}) and _WRITTEN.fullmatch(path.name)  # of a finished result
+    part = path.name in listing(path.parent).get("files", {}) and WRITTEN.fullmatch(path.name)  # of a finished result
     if any(sign in head for sign in _GENERATORS) and not part:
         return
     if head.lstrip()[:1] == b"{" and path.stat().st_size <= _MOST_BYTES and not part:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli import models
+from edkm_cli import model_files
 from edkm_cli.distributed import World, open_world, peers
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.limits import require_same_perplexity
@@ -23,6 +23,7 @@ from edkm_cli.summaries import card
 from edkm_cli.train.loop import require_launch, train
 from edkm_cli.train.losses import Objective
 from edkm_cli.train.packed import require_attention_within_documents
+from edkm_cli.train.teacher import require_place
 
 REPORT = "finetune.json"
 _RANK = 16
@@ -90,11 +91,13 @@ class _Run(PackedSession):
             model = self.trained_model()
             plan = self.plan(model)
             trained = plan["trained_bytes"] if self.tables else plan["adapter_bytes"]
-            result = int(1.1 * models.weight_files_bytes(self.directory)) if self.tables else trained
+            result = int(1.1 * model_files.weight_files_bytes(self.directory)) if self.tables else trained
             # The result, and checkpoints of what trains with two moments.
             self.output.rehearse(result + 3 * config.most_checkpoints * trained)
             if config.packing:
                 require_attention_within_documents(model)
+            if dense is not None:
+                require_place()
             self.write_text(dense)
         if dense is not None:
             self.measure_original(dense)
@@ -162,7 +165,7 @@ class _Run(PackedSession):
         self.measure("exported", read, shared=False)
         for row in self.measured.rows():
             require_same_perplexity(row, self.dtype)
-        return {"weights_bytes": models.weight_files_bytes(staging)}
+        return {"weights_bytes": model_files.weight_files_bytes(staging)}
 
     def _finish(self, staging: Path, result: dict[str, Any], offloaded: dict[str, Any]) -> dict[str, Any]:
         """On the first process: report, and put the result in its place."""

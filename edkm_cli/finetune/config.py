@@ -92,6 +92,7 @@ class MergeConfig:
     streaming: bool | None = as_in_compress("streaming")
     train_on: str | None = as_in_compress("train_on", None)
     packing: bool | None = as_in_compress("packing", None)
+    long_records: str | None = as_in_compress("long_records", None)
     start_tokens: int | None = as_in_compress("start_tokens",
         help="Tokens that the merged model is fitted on; default: as many as train, 20480 to 61440.")
     start_passes: int = as_in_compress("start_passes",

@@ -16,7 +16,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from edkm_cli import models
+from edkm_cli import model_files
 from edkm_cli.config import TrainingSettings
 from edkm_cli.distributed import World, launched
 from edkm_cli.errors import Preempted, UserError, explained
@@ -87,8 +87,9 @@ def with_data(config: MergeConfig, adapter: Path) -> MergeConfig:
     asked for. Raises UserError where there is none."""
     trained_on = read_object(adapter / FINETUNED).get("config")
     trained_on = trained_on if isinstance(trained_on, dict) else {}
-    told = {"train_on": "completions", "packing": False, **trained_on}
-    learnt: dict[str, Any] = {name: told[name] for name in ("train_on", "packing") if getattr(config, name) is None}
+    told = {"train_on": "completions", "packing": False, "long_records": "split"}
+    told |= {name: trained_on[name] for name in told if name in trained_on}
+    learnt: dict[str, Any] = {name: value for name, value in told.items() if getattr(config, name) is None}
     if config.data:
         return replace(config, **learnt)
     names = _names(trained_on.get("data"))
@@ -115,7 +116,7 @@ class _Run(PackedSession):
         self.needed_tokens = max(self.start_tokens, int(1.1 * trained_tokens)) + config.sequence_length
 
     def steps(self) -> dict[str, Any]:
-        self.output.rehearse(int(1.5 * models.weight_files_bytes(self.directory)))
+        self.output.rehearse(int(1.5 * model_files.weight_files_bytes(self.directory)))
         torch.manual_seed(self.config.seed)
         with self.clock.phase("load"):
             model = self.load_model(self.directory)
@@ -191,8 +192,8 @@ class _Run(PackedSession):
             "output": str(self.output.path),
             "adapted_layers": layers,
             "steps": self.config.steps,
-            "weights_bytes": models.weight_files_bytes(staging),
-            "original_weights_bytes": models.weight_files_bytes(self.directory),
+            "weights_bytes": model_files.weight_files_bytes(staging),
+            "original_weights_bytes": model_files.weight_files_bytes(self.directory),
             "model_bits_per_weight": size.model_bits_per_weight,
             **self.facts(self.config),
         }

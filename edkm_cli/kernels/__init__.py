@@ -81,7 +81,7 @@ def lookup(indices: Tensor, centroids: Tensor, tile: Tile, dtype: torch.dtype) -
     """centroids[group, index], (out, in), for centroids of a floating dtype."""
     if indices.is_meta:
         return shapes_meta.lookup(indices, centroids, tile, dtype)
-    on_cpu = layout_c.supports(centroids) and not indices.is_cuda
+    on_cpu = layout_c.supports(centroids) and indices.dtype == torch.uint8 and not indices.is_cuda
     return (passes_c if on_cpu else passes_torch).lookup(indices, centroids, tile, dtype)
 
 

@@ -175,7 +175,7 @@ def gather(weight: Tensor, table: Tensor) -> Tensor:
 
 
 def blend(weight: Tensor, parts: Parts, offset: Tensor) -> Tensor:
-    rows, out = _zeros(PATTERNS, 4), _empty(weight.shape, dtype=writable(weight.dtype))
+    rows, out = _zeros(PATTERNS, 4, dtype=torch.float32), _empty(weight.shape, dtype=writable(weight.dtype))
     rows[:, 0] = offset
     factors: list[Tensor | None] = [None, None]
     for number, (factor, table) in enumerate(parts):

@@ -86,15 +86,17 @@ def choose_embedding_bits(
         return _EMBEDDING_BITS
     linears = sum(math.prod(swap.shape) for swap in swaps if swap.clustered)
     parts = config.palette == FREE and not config.embedding_group and _vocabulary(swaps) > _MOST_ALIKE
+    fitting: list[int | str] = []
 
     def distance(few: int | str) -> float:
         try:
             more = min(embedding_bits_saved(swaps, _EMBEDDING_BITS, few) / linears, _MOST_MORE)
             of_linears = config.bits + more if average is None else average(few)
         except UserError:
-            if few == choices[-1]:
+            if few == choices[-1] and not fitting:
                 raise
             return math.inf
+        fitting.append(few)
         return _LINEARS_KL * 4.0**-of_linears + (_ROWS_KL if parts else _EMBEDDINGS_KL) * 4.0 ** -int(str(few)[0])
 
     plain: list[int | str] = [*range(MOST_FACTORED_BITS, _FEWEST_EMBEDDING_BITS - 1, -1)]
@@ -164,7 +166,8 @@ def planned_spec(
         more += sum(size_bits(swap, spec, average) - size_bits(swap, spec, fixed[swap.name]) for swap in given)
     if more and free:
         room = sum(size_bits(swap, spec, average) for swap in free) + more
-        average = min(average_in(free, spec, room), average + _MOST_MORE)
+        most = MAX_BITS if asked.target_size else average + (1.0 if config.target else _MOST_MORE)
+        average = min(average_in(free, spec, room), most)
     return spec.with_bits({**spread_evenly(free, spec, average), **fixed}), average
 
 

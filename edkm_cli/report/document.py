@@ -10,7 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from edkm_cli.errors import UserError, explained
-from edkm_cli.export.ownership import replace_file, require_replaceable
+from edkm_cli.export.ownership import is_stream, replace_file, require_replaceable
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.report.charts import MOST_LINES, Series, bars, heat_map, histogram, line_colour, lines, scale_of
 from edkm_cli.report.layers import Histogram, Weights, measure_weights, place
@@ -68,8 +68,10 @@ def _target(run: RunFiles, output: str | Path | None) -> Path:
     if output is None:
         inside, beside = run.directory / "report.html", run.directory.with_name(run.directory.name + ".html")
         target = inside if run.finished else beside
+    elif is_stream(target := Path(output).expanduser()):
+        return target
     else:
-        target = Path(os.path.realpath(Path(output).expanduser()))
+        target = Path(os.path.realpath(target))
     if target.is_dir() or not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
         raise UserError(f"--output must name a file in a writable directory, got {target}; choose another")
     require_replaceable("--output", target)

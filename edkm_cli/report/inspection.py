@@ -18,7 +18,7 @@ from edkm_cli.export.checkpoint import RECORD, tensor_record
 from edkm_cli.export.source import Compressed
 from edkm_cli.files import CHECKSUMS, read_json
 from edkm_cli.integrity import AGAIN
-from edkm_cli.models import weight_files_bytes
+from edkm_cli.model_files import weight_files_bytes
 from edkm_cli.nn.swap import is_tied
 from edkm_cli.packing import as_numbers, unpack
 from edkm_cli.runtime.palettized import PalettizedLinear

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from edkm_cli import models
 from edkm_cli.errors import UserError
+from edkm_cli.export.ownership import listing
 from edkm_cli.export.source import Compressed
-from edkm_cli.model_files import TensorFiles
+from edkm_cli.model_files import TensorFiles, files_digest
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.report.inspection import describe
 from edkm_cli.report.read import RunFiles
@@ -59,7 +60,7 @@ def measure_weights(run: RunFiles, *, trust_remote_code: bool = False, track: Tr
     linears = [tensor.module for tensor in compressed.linears]
     errors, histograms = {}, []
     try:
-        reference = TensorFiles(_original_directory(run.report["model"], run.settings.get("revision")))
+        reference = TensorFiles(_original_directory(run))
         sample = set(_representative(linears))
         for name in track(linears, "comparing layers", len(linears)):
             given, restored = reference.get(f"{name}.weight"), compressed.dense(f"{name}.weight")
@@ -91,9 +92,10 @@ def place(name: str) -> tuple[str, str]:
     return name.rpartition(".")[2], layer[1] if layer else "-"
 
 
-def _original_directory(name: str, revision: str | None) -> Path:
-    """Where the original's safetensors files are. Raises UserError where they are not on this machine."""
-    source = models.resolve(name, revision)
+def _original_directory(run: RunFiles) -> Path:
+    """Where the original's safetensors files are. Raises UserError where they are not on this machine, or others now."""
+    name = run.report["model"]
+    source = models.resolve(name, run.settings.get("revision"))
     if source.gguf_file and not source.architecture:
         raise UserError(f"{name} is a GGUF file, which cannot be read tensor by tensor")
     if source.is_local:
@@ -107,6 +109,9 @@ def _original_directory(name: str, revision: str | None) -> Path:
             raise UserError(f"the original model {source.location} is not on this machine") from error
     if not any(directory.glob("*.safetensors")):
         raise UserError(f"{directory} holds no safetensors files")
+    known = (listing(run.directory).get("identity") or {}).get("model_sha256")
+    if known is not None and source.path is not None and files_digest(source.path) != known:
+        raise UserError(f"{name} is not the model that was compressed: it has changed, or is another directory's")
     return directory
 
 

@@ -185,7 +185,7 @@ def row_scaled_embedding(
     ids: Tensor, indices: Tensor, scale: Tensor, *, columns: int, bits: int, dtype: torch.dtype
 ) -> Tensor:
     """Rows `ids` (...) of scale * (index - 2**(bits - 1)), (..., columns) in `dtype`. Raises IndexError for a bad id."""
-    if recorded() or type(ids) is not Tensor or ids.is_meta:
+    if not unwatched(ids):
         return torch.ops.edkm.row_scaled_embedding(ids, indices, scale, columns, bits, dtype)
     return _row_scaled_embedding(ids, indices, scale, columns, bits, dtype)
 

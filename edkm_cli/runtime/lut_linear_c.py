@@ -144,7 +144,8 @@ def _calls() -> ModuleType | None:
 
 def unwatched(x: Tensor, *others: Tensor | None) -> bool:
     """No gradient, nothing recorded: then the dispatcher, which costs more than a small product, is left out."""
-    if type(x) is not Tensor or x.is_meta or recorded() or (_DISPATCH_DEPTH and _DISPATCH_DEPTH()):
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None  # by torch.func
+    if type(x) is not Tensor or x.is_meta or transformed or recorded() or (_DISPATCH_DEPTH and _DISPATCH_DEPTH()):
         return False
     return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (x, *others))
 

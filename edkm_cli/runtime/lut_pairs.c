@@ -683,7 +683,7 @@ static void choose_multiply(void) {
         int64_t took = (end.tv_sec - start.tv_sec) * 1000000000 + end.tv_nsec - start.tv_nsec;
         if (took < best[turn % 2]) best[turn % 2] = took;
     }
-    multiply_by = best[1] < best[0] ? ONES : PAIRS;
+    __sync_bool_compare_and_swap(&multiply_by, 0, best[1] < best[0] ? ONES : PAIRS); /* the first thread decides */
 }
 
 /* x as `few` reads it: block by block that of each token, and zeros for those missing to a power of two. */

@@ -145,9 +145,10 @@ class _Shortcut:
         self._members.append((decoder._modules, "layers", decoder.layers))
         for name, layer in decoder.layers._modules.items():
             self._note(decoder.layers._modules, name, layer)
+            parts = dict(layer.named_modules())  # somebody's own around a layer has others
             for path in (*_PATHS, "self_attn.q_norm", "self_attn.k_norm"):
                 parent, _, leaf = path.rpartition(".")
-                holder = layer.get_submodule(parent)._modules
+                holder = parts.get(parent, layer)._modules
                 if leaf in holder:
                     self._note(holder, leaf, holder[leaf])
                 elif leaf not in ("q_norm", "k_norm"):
@@ -168,7 +169,7 @@ class _Shortcut:
         self._members += [(module.__dict__, key, module.__dict__[key]) for key in _NUMBERS if key in module.__dict__]
         self._hooks += [module._forward_hooks, module._forward_pre_hooks]
         for tensors in (module._buffers, module._parameters):
-            self._members += [(tensors, *item) for item in tensors.items()]
+            self._members += [(tensors, *item) for item in {"bias": None, **tensors}.items()]
             there = [tensor for tensor in tensors.values() if tensor is not None]
             self._tensors += there
             self._addresses += map(Tensor.data_ptr, there)
@@ -193,15 +194,20 @@ def _past(cache: Any, layers: int) -> int | None:
 
 def _plain(given: dict[str, Any], past: int, config: Any) -> bool:
     """Whether nothing is asked for that only the forward of transformers does."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     rest = {name: value for name, value in given.items() if name not in _PLAIN_OPTIONS and value is not None}
     mask, positions = rest.pop("attention_mask", None), rest.pop("position_ids", None)
     if mask is not None and (type(mask) is not Tensor or tuple(mask.shape) != (1, past + 1) or not bool(mask.all())):
         return False
     if positions is not None and tuple(positions.shape) != (1, 1):
         return False
-    if given.get("use_cache") is False or any(bool(value) for name, value in rest.items() if name not in _INPUTS):
+    more = [value for name, value in rest.items() if name not in _INPUTS]
+    if given.get("use_cache") is False or any(isinstance(value, Tensor) or bool(value) for value in more):
         return False
-    if getattr(config, "_attn_implementation", None) not in (None, "eager", "sdpa"):  # somebody's own
+    named = getattr(config, "_attn_implementation", None)
+    if named not in (None, "eager") and ALL_ATTENTION_FUNCTIONS.get(named) is not sdpa_attention_forward:  # another
         return False
     wanted = ("output_attentions", "output_hidden_states")
     return not any(getattr(config, name, False) for name in wanted) and given.get("return_dict") is not False

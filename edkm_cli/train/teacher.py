@@ -14,6 +14,7 @@ run keeps its own.
 
 import hashlib
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,6 +37,7 @@ from edkm_cli.progress import Track, no_progress
 from edkm_cli.train.losses import inputs_of
 
 _UNUSED_DAYS = 30
+_CACHE = {"what": "the uncompressed model's states", "variable": "EDKM_CACHE"}
 _PASS_TOKENS = 4096  # in one pass: where layers are read from files, each is read once for all of them
 
 
@@ -56,8 +58,8 @@ class RememberedTeacher:
     """The states of sequences, by their tokens; the head is a copy of its own."""
 
     def __init__(self, path: Path, rows: dict[str, int], shape: tuple[int, int], dtype: torch.dtype, parts: Parts):
-        size = len(rows) * shape[0] * shape[1]
-        self._states = torch.from_file(str(path), size=size, dtype=dtype).view(len(rows), *shape)
+        size = len(rows) * shape[0] * shape[1]  # shared, though only read: a private one counts as memory to the system
+        self._states = torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(len(rows), *shape)
         self._rows, self._parts = rows, parts
 
     def states(self, batch: Batch) -> Tensor:
@@ -125,11 +127,10 @@ def remember(
             raise UserError(f"{rule}; its weights are broken, or it needs --dtype bfloat16")
         return states.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
-    cache = {"what": "the uncompressed model's states", "variable": "EDKM_CACHE"}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         together = world if world.sharded else ALONE
-        with locked(path.with_suffix(".lock"), say, "computing the same teacher's states", together, **cache):
+        with locked(path.with_suffix(".lock"), say, "computing the same teacher's states", together, **_CACHE):
             _forget_unused(path, say)
             if whole_record(facts) is None:
                 path.unlink(missing_ok=True)
@@ -158,11 +159,21 @@ def remember(
                     compute(places[:at_once])
             os.utime(path)
     except OSError as error:
-        raise disk_error(error, path.parent, **cache) from error
+        raise disk_error(error, path.parent, **_CACHE) from error
     parts.release()
     if mixed_precision == "bf16":
         parts.round_linears()
     return RememberedTeacher(path, rows, shape, dtype, parts)
+
+
+def require_place() -> None:
+    """Raises UserError, before the work, where states could not be kept."""
+    folder = cache_directory() / "teacher"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise disk_error(error, folder, **_CACHE) from error
 
 
 def _forget_unused(path: Path, say: Callable[[str], None]) -> None:

@@ -27,7 +27,7 @@ from edkm_cli.export.formats.folder import copy_beside, rounded
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed, Described
 from edkm_cli.files import sync
-from edkm_cli.models import weight_files_bytes
+from edkm_cli.model_files import weight_files_bytes
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.targets import full_positions
 

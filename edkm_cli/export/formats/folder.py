@@ -57,13 +57,14 @@ def row_tables(source: Compressed, tensor: DenseTensor) -> Tensor:
 
 
 def codes_in(words: Tensor, bits: int, columns: int) -> Tensor:
-    """(rows, columns) int64 of rows of 32-bit words, int32: one little-endian stream of codes, some of which cross the
+    """(rows, columns) int32 of rows of 32-bit words, int32: one little-endian stream of codes, some of which cross the
     border of two words."""
-    unsigned = words.long() & 0xFFFFFFFF
     place = torch.arange(columns) * bits
     low, shift = place // 32, place % 32
     high = (low + 1).clamp_max(words.shape[1] - 1)
-    return ((unsigned[:, low] >> shift) | (unsigned[:, high] << (32 - shift))) & (2**bits - 1)
+    some = (part.long() & 0xFFFFFFFF for part in words.split(4096))  # 26 bytes a code: not of a whole embedding at once
+    codes = (((part[:, low] >> shift) | (part[:, high] << (32 - shift))) & (2**bits - 1) for part in some)
+    return torch.cat([part.int() for part in codes])
 
 
 def scaled(levels: Tensor, scales: Tensor, offsets: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli import models
+from edkm_cli import model_files, models
 from edkm_cli.config import head_size
 from edkm_cli.errors import UserError, named
 from edkm_cli.export.formats.options import Options
@@ -89,7 +89,7 @@ class Naming:
 def naming_of(config: Any) -> Naming:
     """Of a model by its configuration, of a family and with rotary angles that `check_model` of targets lets pass."""
     rope = _rope(config)
-    frequencies = models.llama3_factors(rope, head_size(config)) if rope.get("rope_type") == "llama3" else None
+    frequencies = model_files.llama3_factors(rope, head_size(config)) if rope.get("rope_type") == "llama3" else None
     return Naming(GGUF_FAMILIES[config.model_type], config.num_attention_heads, config.num_key_value_heads, frequencies)
 
 
@@ -126,11 +126,13 @@ def add_metadata(writer: Any, source: Compressed, options: Options, kind: str) -
 
 def _source_file(directory: Path) -> Path | None:
     """The GGUF file that a checkpoint was made from, where it is still there."""
+    name = str(read_object(directory / "report.json").get("model"))
     try:
-        origin = models.resolve(str(read_object(directory / "report.json").get("model")))
+        origin = models.resolve(name)
     except UserError:
         return None
-    return origin.path if origin.gguf_file and origin.path is not None and origin.path.is_file() else None
+    plain = not origin.architecture and not Path(name).is_absolute()  # another file may be there in this directory
+    return origin.path if origin.gguf_file and not plain and origin.path is not None and origin.path.is_file() else None
 
 
 def _take_over(writer: Any, file: Path, source: Compressed) -> None:

@@ -3,14 +3,11 @@
 import copy
 import hashlib
 import json
-import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,11 @@ import yaml
 from edkm_cli import model_files
 from edkm_cli.errors import UserError, brief, explained
 from edkm_cli.files import read_json
+from edkm_cli.models import gguf
 from edkm_cli.progress import no_warnings, quiet_bars
 from edkm_cli.runtime.experts import split_experts
 from edkm_cli.settings import DTYPES, cache_directory, configs_directory
-from edkm_cli.targets import gemma3_scalar
+from edkm_cli.targets import gemma_scalar
 
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "architectures", "dtype")
 
@@ -150,9 +148,10 @@ def load_config(source: ModelSource, *, may_be_quantized: bool = False, dequanti
     if config.return_dict is False:  # models of today's transformers cannot read what their own parts give then
         raise UserError(f"{source.name} must not have return_dict false in its config.json; remove it there")
     if source.gguf_file:
-        _take_rest(source, config)
-        if config.model_type == "gemma3_text":
-            config.query_pre_attn_scalar = gemma3_scalar(config)
+        with loading(source):
+            gguf.take_rest(source.name, str(source.path), config)
+        if config.model_type in ("gemma2", "gemma3_text"):
+            config.query_pre_attn_scalar = gemma_scalar(config)
     if dequantize:
         model_files.as_if_dense(source.name, config)
     elif not may_be_quantized:
@@ -236,6 +235,8 @@ def _from_pretrained(source: ModelSource, **options: Any) -> Any:
             **options,
         )
     model_files.require_whole(source.name, model, report)
+    if getattr(model, "_hf_peft_config_loaded", False):  # one of the hub's that is an adapter, too
+        raise UserError(f"--model {source.name} has an adapter among its files; give the base model, then `edkm merge`")
     head, rows = model.get_output_embeddings(), model.get_input_embeddings()
     if getattr(model.config, "tie_word_embeddings", False) and head is not None:
         tied = getattr(head, "weight", None) is getattr(rows, "weight", ())
@@ -255,51 +256,11 @@ def _load_gguf(source: ModelSource) -> Any:
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         options |= {} if source.architecture else {"config": load_config(source)}
         model = _from_pretrained(source, **options)
+        gguf.require_all_taken(source.name, str(source.path), model)
         if not (source.architecture and _keep_copy(model, decoded)):
             return model
     # From the copy in the first run, too: its configuration is the same in all runs.
     return _from_pretrained(replace(source, location=str(decoded), gguf_file=None), dtype=torch.bfloat16)
-
-
-def llama3_factors(rope: dict[str, Any], size: int) -> torch.Tensor:
-    """What llama.cpp divides rotary frequencies by, (size / 2,) float32: as `rope_type` llama3 of transformers."""
-    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
-    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).float()
-
-
-def _take_rest(source: ModelSource, config: Any) -> None:
-    """Give the configuration what transformers does not read of a GGUF file: positions scaled linearly or as LLaMA 3's.
-
-    Raises UserError for positions that are scaled in another way, and for biases, which it does not read either."""
-    from gguf import GGUFReader
-
-    with loading(source):
-        reader = GGUFReader(str(source.path))
-        said = {name.split(".")[-1]: one.contents() for name, one in reader.fields.items() if ".rope.scaling." in name}
-        factors = [torch.tensor(one.data) for one in reader.tensors if one.name == "rope_freqs.weight"]
-    biases = [t.name for t in reader.tensors if re.search(r"(attn_(q|k|v|output)|ffn_(gate|up|down))\.bias$", t.name)]
-    remedy = "which are not read from GGUF files; give the directory with its safetensors files"
-    if biases and getattr(config, "attention_bias", None) is False:
-        raise UserError(f"--model {source.name} must have no biases, but has {biases[0]} and others, {remedy}")
-    if (rope := getattr(config, "rope_parameters", None)) is None:
-        return
-    inner = rope.get("full_attention", rope)
-    if inner.get("rope_type", "default") != "default":  # which transformers has read
-        return
-    right = said.get("type", "none") in ("none", "linear")
-    if right and factors:
-        of_llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        inner = {**inner, "rope_type": "llama3", "factor": float(factors[0].max()), **of_llama3}
-        right = torch.allclose(factors[0], llama3_factors(inner, 2 * len(factors[0])), rtol=1e-3)
-    elif right and said.get("type") == "linear":
-        inner = {**inner, "rope_type": "linear", "factor": said["factor"]}
-    if not right:
-        rule = f"--model {source.name} must have plain positions, or scaled linearly or as LLaMA 3's 8192, not others"
-        raise UserError(f"{rule}, {remedy}")
-    config.rope_parameters = {**rope, "full_attention": inner} if "full_attention" in rope else inner
 
 
 def _copy_of(source: ModelSource, kind: str = "bfloat16") -> Path:
@@ -319,8 +280,10 @@ def safetensors_directory(source: ModelSource) -> Path:
         decoded = _copy_of(source)
         if source.architecture and not decoded.is_dir():
             _load_gguf(source)
-        if not source.architecture or not decoded.is_dir():
+        if not source.architecture:
             raise UserError(f"{source.name} must have safetensors files to be sharded; use --sharding none")
+        if not decoded.is_dir():
+            raise UserError(f"{source.name} must be decoded to {decoded}, which cannot be written; set EDKM_CACHE")
         return decoded
     if source.is_local:
         return Path(source.location)
@@ -328,7 +291,9 @@ def safetensors_directory(source: ModelSource) -> Path:
 
     patterns = ["*.safetensors", "*.json"] + (["*.py"] if source.trust_remote_code else [])
     with loading(source):
-        return Path(snapshot_download(source.location, revision=source.revision, allow_patterns=patterns))
+        # Some repositories hold the weights twice, the second time as other programs want them.
+        only: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["original/*", "consolidated*"]}
+        return Path(snapshot_download(source.location, revision=source.revision, **only))
 
 
 def _keep_copy(part: Any, directory: Path) -> bool:
@@ -352,44 +317,14 @@ def load_tokenizer(source: ModelSource) -> Any:
     with quiet_bars(), loading(source):
         if copy is None or not copy.is_dir():
             tokenizer = AutoTokenizer.from_pretrained(source.location, **source.options)
+            if source.gguf_file:
+                gguf.require_known_split(source.name, str(source.path), tokenizer)
             if copy is None or not _keep_copy(tokenizer, copy):
                 return tokenizer
         return AutoTokenizer.from_pretrained(copy)
 
 
-def copy_processor(source: ModelSource, directory: Path) -> None:
-    """Copy what says how a model gets images, where there is any. Raises UserError if it cannot be had."""
-    from transformers.utils import cached_file
-
-    where = {"revision": source.revision, "local_files_only": source.is_local}
-    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
-        with loading(source):
-            file = cached_file(source.location, name, _raise_exceptions_for_missing_entries=False, **where)
-        if file is not None:
-            shutil.copyfile(file, directory / name)
-
-
-class LateTokenizer:
-    """A model's tokenizer, loaded when something of it is first asked for."""
-
-    def __init__(self, source: ModelSource):
-        self._source = source
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """Raises UserError if it cannot be had."""
-        return load_tokenizer(self._source)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-
 def stored_bytes(source: ModelSource) -> int | None:
     """Bytes of the weight files on this machine; None for a hub model."""
     path = source.path
-    return None if path is None else path.stat().st_size if path.is_file() else weight_files_bytes(path)
-
-
-def weight_files_bytes(directory: str | Path) -> int:
-    """Bytes of the safetensors files of a model or an adapter."""
-    return sum(file.stat().st_size for file in model_files.weight_files(Path(directory)))
+    return None if path is None else path.stat().st_size if path.is_file() else model_files.weight_files_bytes(path)

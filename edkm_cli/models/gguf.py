@@ -1,0 +1,99 @@
+"""What transformers does not read of a GGUF file, or reads otherwise than it was meant, in silence."""
+
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from edkm_cli import model_files
+from edkm_cli.config import head_size
+from edkm_cli.errors import UserError
+
+# Ways to split text that are GPT-2's, or differ in spaces before digits only.
+_AS_GPT2 = [
+    "default",
+    "gpt-2",
+    "gpt2",
+    "smollm",
+    "starcoder",
+    "refact",
+    "command-r",
+    "codeshell",
+    "exaone",
+    "olmo",
+    "jais",
+]
+_REMEDY = "give the directory with its safetensors files"
+
+
+def _reader(path: str) -> Any:
+    """The parsed metadata of a file: a large vocabulary takes seconds."""
+    return _parsed(path, os.stat(path).st_size, os.stat(path).st_mtime_ns)
+
+
+@lru_cache(1)
+def _parsed(path: str, *_state: int) -> Any:
+    from gguf import GGUFReader
+
+    return GGUFReader(path)
+
+
+def take_rest(name: str, path: str, config: Any) -> None:
+    """Give the configuration of model `name` what transformers does not read: positions scaled linearly or as LLaMA 3's.
+
+    Raises UserError for positions that are scaled in another way and for biases, which it does not read either, for a file
+    that is one of several, and for numbers that no model has."""
+    reader = _reader(path)
+    said = {key.split(".")[-1]: field.contents() for key, field in reader.fields.items() if ".rope." in key}
+    parts = reader.fields["split.count"].contents() if "split.count" in reader.fields else 1
+    factors = [torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name == "rope_freqs.weight"]
+    biases = [t.name for t in reader.tensors if re.search(r"(attn_(q|k|v|output)|ffn_(gate|up|down))\.bias$", t.name)]
+    model_files.check_numbers(Path(path), config.to_dict())
+    if parts > 1:
+        raise UserError(f"--model {name} must be one file, but is one of {parts}; join them: llama-gguf-split --merge")
+    unread = f"which are not read from GGUF files; {_REMEDY}"
+    if biases and getattr(config, "attention_bias", None) is False:
+        raise UserError(f"--model {name} must have no biases, but has {biases[0]} and others, {unread}")
+    if (rope := getattr(config, "rope_parameters", None)) is None:
+        return
+    inner = rope.get("full_attention", rope)
+    if inner.get("rope_type", "default") != "default":  # which transformers has read
+        return
+    inner = {**inner, "rope_theta": said.get("freq_base", inner.get("rope_theta"))}
+    factor = said.get("factor", said.get("scale_linear", 1.0))
+    kind = said.get("type", "none" if factor == 1.0 else "linear")  # as llama.cpp understands it
+    turned = int(head_size(config) * inner.get("partial_rotary_factor", 1.0))
+    right = kind in ("none", "linear") and not any(tensor.name.startswith("rope_factors_") for tensor in reader.tensors)
+    right = right and ("full_attention" in rope or said.get("dimension_count", turned) == turned)
+    if right and factors:
+        of_llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        inner = {**inner, "rope_type": "llama3", "factor": float(factors[0].max()), **of_llama3}
+        right = torch.allclose(factors[0], model_files.llama3_factors(inner, 2 * len(factors[0])), rtol=1e-3)
+    elif right and kind == "linear":
+        inner = {**inner, "rope_type": "linear", "factor": factor}
+    if not right:
+        rule = f"--model {name} must have plain positions, or scaled linearly or as LLaMA 3's 8192, not others"
+        raise UserError(f"{rule}, {unread}")
+    config.rope_parameters = {**rope, "full_attention": inner} if "full_attention" in rope else inner
+
+
+def require_all_taken(name: str, path: str, model: Any) -> None:
+    """Raises UserError where a file holds more numbers than the model that was made of it: transformers passes over
+    tensors that it has no place for."""
+    left_out = ("rope_freqs.weight", *["output.weight"] * model.config.tie_word_embeddings)
+    stored = sum(int(tensor.n_elements) for tensor in _reader(path).tensors if tensor.name not in left_out)
+    if stored > sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())):
+        rule = f"--model {name} holds tensors that transformers' {type(model).__name__} has no place for"
+        raise UserError(f"{rule}; {_REMEDY}")
+
+
+def require_known_split(name: str, path: str, tokenizer: Any) -> None:
+    """Raises UserError where a file names a way to split text that transformers does not know: it takes GPT-2's then."""
+    said, backend = _reader(path).fields.get("tokenizer.ggml.pre"), getattr(tokenizer, "backend_tokenizer", None)
+    split = said.contents() if said is not None else "default"
+    if backend is not None and type(backend.pre_tokenizer).__name__ == "ByteLevel" and split not in _AS_GPT2:
+        rule = f"--model {name} splits text as {split!r}, which is not known of GGUF files"
+        raise UserError(f"{rule}; {_REMEDY} and tokenizer.json")
