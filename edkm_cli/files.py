@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.errors import UserError, named
+from edkm_cli.errors import UserError, explained
 from edkm_cli.settings import shown
 
 CHECKSUMS = "checksums.json"
@@ -128,12 +128,8 @@ def verify_checksums(directory: str | Path) -> None:
         return
     remedy = "copy or export the checkpoint again"
     entries = read_json(listing, remedy=remedy)
-    try:
+    with explained(f"{listing} must map file names to bytes and sha256, but does not", f"; {remedy}"):
         expected = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise UserError(
-            f"{listing} must map file names to bytes and sha256, but does not ({named(error)}); {remedy}"
-        ) from error
     for name, (size, digest) in expected.items():
         path = directory / name
         if not is_plain_name(name):

@@ -159,15 +159,11 @@ def _manager(names: Sequence[str], folder: Path | None) -> Any:
     """The harness's index of tasks. Reading its own 15,000 takes many seconds: left out where local files suffice."""
     if find_spec("lm_eval") is None:
         raise UserError(f"--tasks needs lm-evaluation-harness, which is not installed; {_INSTALL}")
-    try:
+    with explained(f"--tasks needs lm-eval 0.4.12 or newer, but version {harness_version()} is not", f"; {_INSTALL}"):
         import datasets
         from lm_eval.tasks import TaskManager
 
         TaskManager.load  # noqa: B018 - since 0.4.12
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"--tasks needs lm-eval 0.4.12 or newer, but version {harness_version()} is not ({named(error)}); {_INSTALL}"
-        ) from error
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     if folder is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from edkm_cli import model_files, models
 from edkm_cli.config import head_size
-from edkm_cli.errors import UserError, named
+from edkm_cli.errors import UserError, explained
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.ownership import read_object
 from edkm_cli.export.source import Compressed
@@ -117,11 +117,9 @@ def add_metadata(writer: Any, source: Compressed, options: Options, kind: str) -
     if base is not None:
         _take_over(writer, base, source)
     else:
-        try:
+        rule = f"{source.directory / 'tokenizer.json'} is not understood"
+        with explained(rule, "; give --base-gguf, a file of the same model"):
             _add_tokenizer(writer, source)
-        except (LookupError, TypeError, AttributeError) as error:
-            rule = f"{source.directory / 'tokenizer.json'} is not understood ({named(error)})"
-            raise UserError(f"{rule}; give --base-gguf, a file of the same model") from error
 
 
 def _source_file(directory: Path) -> Path | None:
