@@ -161,7 +161,7 @@ class Session:
 
     def weights_sha256(self, layers: Layers) -> str:
         """A digest that tells the model that writes the text from others."""
-        return digest((name, parameter.detach()) for name, parameter in layers.named_parameters())
+        return digest(layers.named_parameters())
 
     def _kept_text(self, sha256: str) -> Tensor:
         path = self.output.partial / CHECKPOINTS / SELF_TEXT

@@ -10,8 +10,9 @@ layer's own pass is made again. Sums are taken in the same order wherever layers
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -85,19 +86,11 @@ class Layers:
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """As those of the model, in the same order."""
-        if not self.streamed:
-            yield from self.model.named_parameters()
-            return
-        with ExitStack() as held:
-            inside = ""
-            for name in [name for name, _ in self.model.named_parameters()]:
-                path = next((path for path in self.paths if name.startswith(f"{path}.")), "")
-                if path != inside:
-                    held.close()
-                    inside = path
-                    if path:
-                        held.enter_context(self.whole(path))
-                yield name, self.model.get_parameter(name).detach()
+        names, paths = [name for name, _ in self.model.named_parameters()], self.paths if self.streamed else []
+        for path, inside in groupby(names, lambda name: next((p for p in paths if name.startswith(f"{p}.")), "")):
+            with self.whole(path) if path else nullcontext():
+                for name in inside:
+                    yield name, self.model.get_parameter(name).detach()
 
     def calls(self, ids: Tensor) -> list[LayerCall]:
         """What each layer is called with, for texts (batch, sequence): the hidden states of all but the first are those
