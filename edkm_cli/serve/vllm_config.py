@@ -11,14 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.layers import vocab_parallel_embedding as embedding
 from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.vocab_parallel_embedding import (
-    ParallelLMHead,
-    UnquantizedEmbeddingMethod,
-    VocabParallelEmbedding,
-)
 from vllm.model_executor.models.utils import WeightsMapper
 
 from edkm_cli.errors import UserError
@@ -119,9 +115,9 @@ class EdkmVllmConfig(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """How a layer of vLLM's model keeps its weights; None for layers that have none of ours."""
         parent, _, leaf = prefix.rpartition(".")
-        if isinstance(layer, ParallelLMHead):  # an embedding, too: asked first
+        if isinstance(layer, embedding.ParallelLMHead):  # an embedding, too: asked first
             return self._of_embedding(prefix, (leaf,))
-        if isinstance(layer, VocabParallelEmbedding):
+        if isinstance(layer, embedding.VocabParallelEmbedding):
             return self._of_embedding(prefix, _EMBEDDINGS)
         if isinstance(layer, RoutedExperts) and self.spec.split_experts:
             return PackedExpertsMethod(self, layer)
@@ -139,5 +135,5 @@ class EdkmVllmConfig(QuantizationConfig):
     def _of_embedding(self, prefix: str, leaves: tuple[str, ...]) -> QuantizeMethodBase:
         dense = prefix in self.spec.skipped or any(name.rpartition(".")[2] in leaves for name in self.spec.skipped)
         if dense or not self.spec.packs_embeddings:
-            return UnquantizedEmbeddingMethod()
+            return embedding.UnquantizedEmbeddingMethod()
         return PackedEmbeddingMethod(self.spec, prefix or "embed_tokens")
