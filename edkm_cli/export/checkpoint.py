@@ -14,6 +14,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -103,20 +104,17 @@ class DenseFormat:
 def _tensors(model: nn.Module, names: Iterable[str], world: World) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of the trained model under the checkpoint's names, for the first process; others get some of them.
     Holds one module's at a time."""
-    current = ""
-    packed: dict[str, Tensor | None] = {}
-    for name in names:
-        path, _, leaf = name.rpartition(".")
+    for path, inside in groupby(names, lambda name: name.rpartition(".")[0]):
         module = model.get_submodule(path)
-        if not isinstance(module, LutLayer) or leaf not in _PACKED:
-            yield name, full(getattr(module, leaf).detach())
-            continue
-        if current != path:
-            current, packed = path, {}  # the last one is let go before the next is made
+        packed: dict[str, Tensor | None] = {}  # the last one is let go before the next is made
+        if isinstance(module, LutLayer):
             with gathered(module):
-                packed = _packed(module) if world.main else {}
-        if (tensor := packed.get(leaf)) is not None:
-            yield name, tensor
+                packed = _packed(module) if world.main else dict.fromkeys(_PACKED)
+        for name in inside:
+            leaf = name.rpartition(".")[2]
+            tensor = packed[leaf] if leaf in packed else full(getattr(module, leaf).detach())
+            if tensor is not None:
+                yield name, tensor
 
 
 def _packed(layer: LutLayer) -> dict[str, Tensor | None]:
