@@ -13,7 +13,7 @@ from typing import Any
 
 from edkm_cli import settings
 from edkm_cli.granularity import FOURS, FREE, LUT_DTYPES, PALETTES, Granularity, Override, override_texts, table_faults
-from edkm_cli.settings import COMPRESSION, DATA, MODEL, OUTPUT, SCALE, TRAINING, faults, refuse, setting
+from edkm_cli.settings import COMPRESSION, DATA, DTYPES, MODEL, OUTPUT, SCALE, TRAINING, faults, refuse, setting
 from edkm_cli.targets import TARGETS, misfits
 
 CHECKPOINTS = "checkpoints"  # of training, in the unfinished result
@@ -317,10 +317,7 @@ class CompressConfig(TrainingSettings, TextSettings):
             "small": "give it back at once, which takes time",
         })
     dtype: str = setting("auto", "Number format of the weights in training.", SCALE,
-        choices={
-            "auto": "bfloat16 on a GPU unless sharded, else float32",
-            **dict.fromkeys(("float32", "bfloat16", "float16"), ""),
-        })
+        choices={"auto": "bfloat16 on a GPU unless sharded, else float32", **dict.fromkeys(DTYPES, "")})
     mixed_precision: str = setting("auto", "Number format of matrix products in training.", SCALE,
         choices={"auto": "bf16 for float32 weights where that is faster", "no": "that of the weights", "bf16": "bfloat16"})
     sharding: str = setting("auto", "What several processes divide.", SCALE,

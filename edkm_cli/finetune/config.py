@@ -10,7 +10,7 @@ from typing import Any
 
 from edkm_cli.config import TextSettings, TrainingSettings, as_in_compress, unmeasured_best
 from edkm_cli.errors import UserError
-from edkm_cli.settings import MODEL, OUTPUT, TRAINING, faults, from_mapping, given_values, refuse, setting
+from edkm_cli.settings import DTYPES, MODEL, OUTPUT, TRAINING, faults, from_mapping, given_values, refuse, setting
 
 TABLES = "tables"
 DISTILL = {"train": TABLES, "data": ("self",), "output": "distilled"}  # what `edkm distill` has where nothing is given
@@ -53,7 +53,7 @@ class FinetuneConfig(TrainingSettings, TextSettings):
     lut_learning_rate: float = as_in_compress("lut_learning_rate", help="Highest learning rate with --train tables.")
     weight_decay: float = as_in_compress("weight_decay", help="Weight decay of an adapter's updates.")
     dtype: str = as_in_compress("dtype", help="Number format of activations; updates and tables keep theirs.",
-        choices={"auto": "bfloat16 on a GPU, else float32", **dict.fromkeys(("float32", "bfloat16", "float16"), "")})
+        choices={"auto": "bfloat16 on a GPU, else float32", **dict.fromkeys(DTYPES, "")})
     trust_remote_code: bool = as_in_compress("trust_remote_code", help="Run code that comes with the model.")
     # fmt: on
 
