@@ -84,16 +84,12 @@ def _fake_embedding(ids: Tensor, indices: Tensor, scale: Tensor, columns: int, b
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    """Of a linear, or of its gradient in x: that has the output's gradient in x's place, a number in that of the bias."""
     x, indices, table, bias, *ctx.numbers = inputs
     if table.requires_grad and len(ctx.numbers) == 1:
         raise ValueError("the scales of a row-scaled linear do not train; detach them, or train before compression")
-    ctx.columns, ctx.bias_dtype = x.shape[-1], None if bias is None else bias.dtype
+    ctx.columns, ctx.bias_dtype = x.shape[-1], bias.dtype if isinstance(bias, Tensor) else None
     ctx.save_for_backward(indices, table, x if table.requires_grad else None)  # the first two: what the layer holds
-
-
-def _save_gradient(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    grad, indices, table, _, *ctx.numbers = inputs
-    ctx.save_for_backward(indices, table, grad if table.requires_grad else None)
 
 
 def _differentiate(name: str) -> None:
@@ -119,9 +115,7 @@ def _differentiate(name: str) -> None:
         return of_grad, None, grad_table, None, *(None for _ in ctx.numbers)
 
     torch.library.register_autograd(f"edkm::{name}", of_forward, setup_context=_save, lib=_LIBRARY)
-    torch.library.register_autograd(
-        f"edkm::{name}_input_gradient", of_backward, setup_context=_save_gradient, lib=_LIBRARY
-    )
+    torch.library.register_autograd(f"edkm::{name}_input_gradient", of_backward, setup_context=_save, lib=_LIBRARY)
 
 
 def _save_table_gradient(ctx: Any, inputs: tuple, output: Tensor) -> None:
