@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Metrics:
         self._accelerator = accelerator if config.log_with else None
         if world.main:
             keep_metrics(path, first)
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by __exit__
+            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close
         if self._accelerator is not None:
             plain = (bool, int, float, str)
             settings = {name: one if isinstance(one, plain) else str(one) for name, one in asdict(config).items()}
@@ -61,10 +61,7 @@ class Metrics:
         if self._accelerator is not None:
             self._accelerator.log({name: value for name, value in record.items() if name != "step"}, record["step"])
 
-    def __enter__(self) -> "Metrics":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._file is not None:
             self._file.close()
         for tracker in self._accelerator.trackers if self._accelerator else ():  # not `end_training`: the group stays
@@ -165,7 +162,7 @@ def train(
     training = _Training(model, objective, blocks, config, world, accelerator, optimizer, temperature)
     best = BestStep(staging, first, world) if config.keep_best else None
     metrics = Metrics(staging / "metrics.jsonl", accelerator, config, first, world)
-    with metrics, preemption() as stop:
+    with closing(metrics), preemption() as stop:
         for step in track(range(first, config.steps), "training", config.steps - first):
             try:
                 record = training.step(step)
