@@ -33,10 +33,8 @@ def contradictions(config: Any) -> list[str]:
     if not config.distill and config.label_weight not in (None, 1.0):
         found.append(f"label_weight {config.label_weight:g} stands beside distillation; leave it or distill false out")
     if config.temperature_schedule != "constant" and 0 < config.temperature < config.temperature_end:
-        found.append(
-            f"temperature falls to temperature_end, but {config.temperature:g} is below {config.temperature_end:g}; give a "
-            "lower temperature_end, or temperature_schedule constant"
-        )
+        rule = f"temperature falls to temperature_end, but {config.temperature:g} is below {config.temperature_end:g}"
+        found.append(f"{rule}; give a lower temperature_end, or temperature_schedule constant")
     found += unmeasured_best(config)
     if config.lut_scale is not None and math.frexp(config.lut_scale)[0] != 0.5:
         found.append(f"lut_scale must be a power of two, such as 0.0625, got {config.lut_scale:g}")
@@ -58,9 +56,8 @@ def contradictions(config: Any) -> list[str]:
     if config.embedding_group and config.embedding_bits == 16:
         found.append("embedding_group is for compressed embeddings, but embedding_bits is 16; give embedding_bits")
     if str(config.embedding_bits).endswith("+") and (config.embedding_group or config.palette != FREE):
-        found.append(
-            f"embedding_bits {config.embedding_bits} is for palette free without embedding_group; give a number"
-        )
+        rule = f"embedding_bits {config.embedding_bits} is for palette free without embedding_group"
+        found.append(f"{rule}; give a number")
     if not config.data:
         found.append("data must name at least one data set or file")
     twice = [name for name in dict.fromkeys(config.eval_data) if config.eval_data.count(name) > 1]

@@ -81,9 +81,8 @@ class QuantizationSpec:
         if not isinstance(self.skipped, list) or not all(isinstance(name, str) for name in self.skipped):
             faults.append("skipped must be a list of module names")
         if not _is_within(self.format_version, 1) or self.format_version not in versions:
-            faults.append(
-                f"format_version must be {' or '.join(map(str, versions))}, got {self.format_version!r}: update edkm-cli"
-            )
+            rule = f"format_version must be {' or '.join(map(str, versions))}"
+            faults.append(f"{rule}, got {self.format_version!r}: update edkm-cli")
         group = self.embedding_group
         if group is not None and (not _is_within(group, 1) or not self.packs_embeddings):
             faults.append(f"embedding_group must be a positive number, with embedding_bits, got {group!r}")
@@ -201,9 +200,8 @@ class QuantizationSpec:
     def embedding_parts(self, rows: int) -> list[Part]:
         """The parts of an embedding's rows. Raises UserError where one begins behind the last row."""
         if self.embedding_rows and self.embedding_rows[-1][0] >= rows:
-            raise UserError(
-                f"quantization_config: embedding_rows must end before row {rows}, got {self.embedding_rows}"
-            )
+            rule = f"quantization_config: embedding_rows must end before row {rows}"
+            raise UserError(f"{rule}, got {self.embedding_rows}")
         return parts_of(rows, self.embedding_rows, self.embedding_bits)
 
     def embedding_tensors(self, rows: int, columns: int) -> Stored:

@@ -57,9 +57,8 @@ class EdkmQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> Any:
         told, stored = getattr(model.config, "distributed_config", None), None
         if any((getattr(told, f"{kind}_size", 1) or 1) > 1 for kind in ("tp", "ep", "pp")):
-            raise UserError(
-                "transformers divides no packed matrices among processes; serve with vLLM, or use one process"
-            )
+            rule = "transformers divides no packed matrices among processes"
+            raise UserError(f"{rule}; serve with vLLM, or use one process")
         if checkpoint_files:
             stored = {name for file in checkpoint_files for name, *_ in header(Path(file), remedy=AGAIN)}
         foreign = foreign_modules(model, stored) if stored is not None else set()

@@ -170,10 +170,8 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
     """
     per_unit, unit_bytes = _pattern(bits)
     if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != packed_width(columns, bits):
-        raise ValueError(
-            f"{columns} indices of {bits} bits need {packed_width(columns, bits)} uint8 bytes a row, "
-            f"got {tuple(packed.shape)} {packed.dtype}"
-        )
+        rule = f"{columns} indices of {bits} bits need {packed_width(columns, bits)} uint8 bytes a row"
+        raise ValueError(f"{rule}, got {tuple(packed.shape)} {packed.dtype}")
     if bits == 8:
         return packed
     rows = packed.shape[0]

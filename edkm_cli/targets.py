@@ -157,9 +157,8 @@ def check_model(
     """
     form, facts = TARGETS[name].form or name, list[tuple[str, tuple[Any, ...], Any]]()
     if experts and name != "lut-b":
-        raise UserError(
-            f"{name} holds no packed experts, but the model has some; compress with --experts dense, or --to dense"
-        )
+        rule = f"{name} holds no packed experts, but the model has some"
+        raise UserError(f"{rule}; compress with --experts dense, or --to dense")
     counts = (getattr(architecture.get_text_config(decoder=True), one, None) or 0 for one in _EXPERTS)
     # Engines have names of their own for the experts of each family.
     if form in ("mlx", "compressed-tensors") and max(counts) > 1:

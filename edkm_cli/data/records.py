@@ -237,10 +237,8 @@ def _prompt_length(tokenizer: Any, before: list[dict[str, Any]], tools: Any, tex
         call = asked.removeprefix(plain)
         if call and asked != call and call in text:
             return text.index(call) + len(call)
-    raise TemplateError(
-        f"the text before message {len(before) + 1} is not the beginning of the text with it, so that the answer cannot be "
-        "told from the prompt; use --train-on all"
-    )
+    rule = f"the text before message {len(before) + 1} is not the beginning of the text with it"
+    raise TemplateError(f"{rule}, so that the answer cannot be told from the prompt; use --train-on all")
 
 
 def render_text(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, ask: bool = False) -> str:

@@ -94,24 +94,19 @@ def _explained(source: Source, error: Exception) -> UserError:
             "has no copy of it; check the network and HF_HUB_OFFLINE, or give a local file or 'builtin'"
         )
     if "Config" in text and there:
-        return UserError(
-            f"{source} needs one of its configurations, which are {there}, but "
-            f"{source.config or 'none'} is given; write it as {re.split('[:@]', source.name)[0]}:{there.split(',')[0]}"
-        )
+        rule = f"{source} needs one of its configurations, which are {there}, but {source.config or 'none'} is given"
+        return UserError(f"{rule}; write it as {re.split('[:@]', source.name)[0]}:{there.split(',')[0]}")
     if "split" in text.lower() and there:
         if "[" in (source.split or ""):
             return UserError(f"{source} is a part of a split: it must be of {there}, not streamed; add --no-streaming")
-        return UserError(
-            f"{source} has the splits {there}, but not {source.split or 'train'}; write one as "
-            f"{source.name.partition('@')[0]}@{there.split(',')[0]}"
-        )
+        rule = f"{source} has the splits {there}, but not {source.split or 'train'}"
+        return UserError(f"{rule}; write one as {source.name.partition('@')[0]}@{there.split(',')[0]}")
     if "gated" in text.lower():
         return UserError(f"{source} is a gated data set; ask for access on its page, then `hf auth login`")
     if type(error).__name__ == "DatasetNotFoundError":
         return UserError(f"{source} is not on the hub, or is private; check the name, or `hf auth login`")
-    return UserError(
-        f"{source} could not be loaded {where} ({named(error)}); check the network, or give a local file or 'builtin'"
-    )
+    rule = f"{source} could not be loaded {where} ({named(error)})"
+    return UserError(f"{rule}; check the network, or give a local file or 'builtin'")
 
 
 def is_whole(source: Source) -> bool:

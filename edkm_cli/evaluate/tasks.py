@@ -219,7 +219,5 @@ def _loading_error(name: str, manager: Any, folder: Path | None, error: Exceptio
     file = getattr(manager.task_index.get(name), "yaml_path", None)
     if folder is not None and file is not None and Path(file).is_relative_to(folder):
         return UserError(f"--tasks {name}: {file} cannot be used ({named(error)}); correct the file or its data")
-    return UserError(
-        f"--tasks {name}: its data could not be loaded from the Hugging Face hub ({named(error)}); check the network, "
-        "or give --task-path with a task file whose data is local"
-    )
+    rule = f"--tasks {name}: its data could not be loaded from the Hugging Face hub ({named(error)})"
+    return UserError(f"{rule}; check the network, or give --task-path with a task file whose data is local")

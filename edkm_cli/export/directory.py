@@ -213,9 +213,8 @@ class OutputDirectory:
             raise UserError(f"the result is whole in {self.partial}: {self.path} has become a file; move it away")
         if self.path.exists():
             if any(self.path.iterdir()) and not self._overwrite:
-                raise UserError(
-                    f"the result is whole in {self.partial}: {self.path} is not empty any more; move it away"
-                )
+                rule = f"the result is whole in {self.partial}: {self.path} is not empty any more"
+                raise UserError(f"{rule}; move it away")
             ownership.require_ours(self.path, f"the result is whole in {self.partial}: {self.path} is to be replaced")
         facts = ownership.read_object(self.partial / MARKER)
         files = ownership.files_of(self.partial)

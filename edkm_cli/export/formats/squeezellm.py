@@ -35,10 +35,8 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
     notes = ["SqueezeLLM's llama.py wants torch.save(safetensors.torch.load_file(FILE), 'model.pt')"]
     if narrow:
         shapes = ", ".join(f"{rows} x {columns}" for rows, columns in narrow)
-        notes.append(
-            f"SqueezeLLM's CUDA kernels take {_KERNEL_WIDTH} rows and columns at once and check no borders; they would read "
-            f"beyond these matrices: {shapes}"
-        )
+        rule = f"SqueezeLLM's CUDA kernels take {_KERNEL_WIDTH} rows and columns at once and check no borders"
+        notes.append(f"{rule}; they would read beyond these matrices: {shapes}")
     return {"dtype": options.dtype_name(), "notes": notes}
 
 
