@@ -75,9 +75,8 @@ def shortage(error: BaseException) -> UserError | None:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or torch_says:
         return UserError(f"not enough memory ({text or 'MemoryError'}); --dry-run says what needs less; {_RESUME}")
     if isinstance(error, RuntimeError) and "home directory" in text:  # of pathlib
-        return UserError(
-            f"a path begins with ~ and a user who is not known here ({text}); give it in full, or set HOME"
-        )
+        rule = f"a path begins with ~ and a user who is not known here ({text})"
+        return UserError(f"{rule}; give it in full, or set HOME")
     if isinstance(error, IndexError) and text == "index out of range in self":  # of positions, as a rule
         return UserError("a text must not be longer than the model's table of positions, but one is; give fewer tokens")
     number = error.errno if isinstance(error, OSError) else None

@@ -102,9 +102,8 @@ class EdkmQuantizer(HfQuantizer):
         adapted, skipped = getattr(model, "_hf_peft_config_loaded", False), self.quantization_config.spec.skipped
         for name, module in model.named_modules() if not adapted else ():
             if isinstance(module, PackedModule) and name.endswith(".base_layer"):
-                raise UserError(
-                    f"{name} is inside an adapter's layer; take the adapter off by peft's unload() to save it"
-                )
+                rule = f"{name} is inside an adapter's layer"
+                raise UserError(f"{rule}; take the adapter off by peft's unload() to save it")
             dense = isinstance(module, (nn.Linear, nn.Embedding)) and not isinstance(module, PackedModule)
             if dense and name not in skipped:
                 kind = type(module).__name__

@@ -169,9 +169,8 @@ def sample(logits: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = logits.sub(logits.amax(-1, keepdim=True)).exp_().cumsum(-1)
     if not logits.is_meta and not bool(cumulative[:, -1].isfinite().all()):
-        raise UserError(
-            "the model must write text from logits that are numbers, but some are NaN or Inf; use another --dtype"
-        )
+        rule = "the model must write text from logits that are numbers, but some are NaN or Inf"
+        raise UserError(f"{rule}; use another --dtype")
     # The first entry above what was drawn: never one of probability 0, which adds nothing.
     return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_max_(logits.shape[-1] - 1)
 

@@ -45,10 +45,8 @@ def require_finite(tensor: Tensor, *, layer: str = "weight") -> None:
 
 
 def non_finite(layer: str) -> UserError:
-    return UserError(
-        f"weights must be finite, but {layer} or its centroids hold NaN or Inf; "
-        "the checkpoint is damaged or training diverged: lower the learning rate or load an earlier checkpoint"
-    )
+    rule = f"weights must be finite, but {layer} or its centroids hold NaN or Inf; the checkpoint is damaged"
+    return UserError(f"{rule} or training diverged: lower the learning rate or load an earlier checkpoint")
 
 
 def checked_importance(importance: Tensor | None, weight: Tensor, *, layer: str = "weight") -> Tensor | None:

@@ -136,9 +136,8 @@ def _files(text: str, option: str) -> Source | None:
         if readme.is_file() and readme.read_bytes().partition(b"\n")[0].strip() == b"---":
             return Source(text, "hub", repository=str(path))  # the hub's layout, which `datasets` reads
         if linked := next((file for file in path.rglob("*") if file.is_symlink() and file.is_dir()), None):
-            raise UserError(
-                f"{option} {path} holds a link to a directory, {linked}, which is not followed; name that, too"
-            )
+            rule = f"{option} {path} holds a link to a directory, {linked}, which is not followed"
+            raise UserError(f"{rule}; name that, too")
         visible = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
         files = sorted(p for p in visible if suffix_of(p) in SUFFIXES and p.name not in _METADATA and p.is_file())
         if not files:

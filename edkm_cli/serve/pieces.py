@@ -139,10 +139,8 @@ def _matrices(indices: Tensor, luts: Tensor, members: Sequence[Rows], columns: i
     bytes_of = [member.rows * packed_width(columns, member.bits) for member in members]
     entries = [member.rows * columns // math.prod(member.tile) * 2**member.bits for member in members]
     if indices.numel() != sum(bytes_of) or luts.numel() != sum(entries):
-        raise ValueError(
-            f"{[tuple(member) for member in members]} of {columns} columns have {sum(bytes_of)} bytes of indices and "
-            f"{sum(entries)} entries, got {indices.numel()} and {luts.numel()}"
-        )
+        rule = f"{[tuple(member) for member in members]} of {columns} columns have {sum(bytes_of)} bytes of"
+        raise ValueError(f"{rule} indices and {sum(entries)} entries, got {indices.numel()} and {luts.numel()}")
     for part, table, member in zip(indices.split(bytes_of), luts.split(entries), members, strict=True):
         yield Packed(part.view(member.rows, -1), table.view(-1, 2**member.bits), None, member.bits, member.tile)
 

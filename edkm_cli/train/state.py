@@ -90,11 +90,8 @@ def require_none(staging: Path, world: World) -> None:
     """Raises UserError for checkpoints of training: what they began from is gone, and tables mean nothing without it."""
     kept = world.on_main(Checkpoints(staging, keep=1).kept)
     if kept:
-        raise UserError(
-            f"--resume needs what training began from, but {staging / CHECKPOINTS / 'start'} is damaged or missing{kept}; "
-            "start again with --overwrite",
-            everywhere=True,
-        )
+        rule = f"--resume needs what training began from, but {staging / CHECKPOINTS / 'start'} is damaged or missing{kept}"
+        raise UserError(f"{rule}; start again with --overwrite", everywhere=True)
 
 
 class BestStep:
