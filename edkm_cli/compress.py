@@ -1,6 +1,5 @@
 """One compression run from the model's name to a verified checkpoint: the steps of `edkm compress`, in order."""
 
-import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -63,18 +62,6 @@ def compress(
         return Run(config, world, watch, planned).run("--model", config.model, **options)
 
 
-def _copy_processor(source: models.ModelSource, directory: Path) -> None:
-    """Copy what says how a model gets images, where there is any. Raises UserError if it cannot be had."""
-    from transformers.utils import cached_file
-
-    where = {"revision": source.revision, "local_files_only": source.is_local}
-    for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
-        with models.loading(source):
-            file = cached_file(source.location, name, _raise_exceptions_for_missing_entries=False, **where)
-        if file is not None:
-            shutil.copyfile(file, directory / name)
-
-
 class Run(Session):
     """One run: its plan, what it has measured so far, and its steps in order, each a method."""
 
@@ -110,7 +97,7 @@ class Run(Session):
         self.measure_original(dense)
         staging = self.begin()
         if language_model(self.plan.skeleton) and self.world.main:
-            _copy_processor(self.plan.source, staging)
+            self.copy_processor(self.plan.source, staging)
         teacher = self.remember(dense, sha256) if self.plan.distills else None
         model = self._start(dense, staging)
         del dense

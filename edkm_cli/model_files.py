@@ -23,7 +23,7 @@ SINGLE = "model.safetensors"
 # What belongs to a model beside its weights.
 BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
                   "vocab.*", "merges.txt", "*.model", "chat_template*", "additional_chat_templates/*", "*.py",
-                  "*.index.json", "*processor_config.json")  # fmt: skip
+                  "*.index.json", "*processor_config.json", "tekken.json")  # fmt: skip
 FETCH_AGAIN = "fetch the files again"
 # What is built one by one, and how many of them a model may have; and what any number of a configuration may be.
 _COUNTED, _MAX_COUNT = ("layer", "expert", "block", "depth", "num_hidden"), 100_000

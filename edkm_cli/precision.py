@@ -77,8 +77,7 @@ def bfloat16_linears(model: nn.Module, *, alone: bool = False) -> Iterator[None]
     rounded once; everything else stays in float32.
 
     For many passes with the same weights: rounding them in each reaches half the speed (180 against 350 GFLOP/s a core of an
-    AMD EPYC with AVX-512 BF16, for 64 rows), and attention to one token in bfloat16 takes ten times as long (44 against 4 ms
-    for 128 sequences of 200 tokens and 9 heads). Logits are rounded, too. Where the processor has no such instructions,
+    AMD EPYC with AVX-512 BF16, for 64 rows). Logits are rounded, too. Where the processor has no such instructions,
     nothing changes. `alone`: the float32 weights are let go.
     """
     linears = [module for module in model.modules() if type(module) is nn.Linear and _rounds_faster(module.weight)]

@@ -172,8 +172,8 @@ def check_model(
             if shape[side] % unit:
                 rule = f"{name} holds matrices whose {what} are a multiple of {unit}, but {layer} has {shape[side]}"
                 raise UserError(f"{rule}; leave it uncompressed with --skip {layer}, or choose another format")
-    if name == "any-precision":
-        repeated_layers(list(layers))
+    if name == "any-precision" and len(repeated_layers([*layers])[2]) * architecture.num_hidden_layers != len(layers):
+        raise UserError("any-precision needs the same linears compressed in all decoder layers, but some have none")
     if form in KNOWN:
         rope = getattr(architecture, "rope_parameters", None) or {}
         (families, rotary), kind = KNOWN[form], rope.get("full_attention", rope).get("rope_type", "default")

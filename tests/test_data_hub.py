@@ -181,13 +181,13 @@ def test_a_part_of_a_split_is_not_streamed(hub):
 
 
 def test_a_folder_with_the_hubs_layout_is_known_by_its_place_and_its_files(hub, tmp_path, monkeypatch):
-    source, first = parse_source("owner/name:en"), training._identity(parse_source("owner/name:en"))
+    source, first = parse_source("owner/name:en"), training.source_identity(parse_source("owner/name:en"))
     (hub / "data" / "train.jsonl").write_text('{"body": "another"}\n')
-    changed = training._identity(source)
+    changed = training.source_identity(source)
     (tmp_path / "other" / "owner").mkdir(parents=True)
     shutil.copytree(hub, tmp_path / "other" / "owner" / "name")
     monkeypatch.chdir(tmp_path / "other")
-    elsewhere = training._identity(parse_source("owner/name:en"))
+    elsewhere = training.source_identity(parse_source("owner/name:en"))
     assert first != changed != elsewhere != first
 
 

@@ -1,6 +1,11 @@
 """Perplexity against an independent computation, and sizes against arithmetic."""
 
+import json
 import math
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -108,3 +113,20 @@ def test_resident_bytes_are_those_of_tables_that_were_made_too(tmp_path):
     made = [module._table for module in model.modules() if getattr(module, "_table", None) is not None]
     assert made
     assert resident_bytes(model) == before + sum(table.nbytes for table in made)
+
+
+def test_a_model_of_the_hub_weighs_what_its_files_do(model_directory, text_file, tmp_path):
+    repository = tmp_path / "home" / "hub" / "models--owner--name"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.parent.mkdir(parents=True)
+    shutil.copytree(model_directory, snapshot)
+    tiny_llama().bfloat16().save_pretrained(snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    command = [sys.executable, "-m", "edkm_cli", "eval", "owner/name", "--data", str(text_file), "--max-windows", "1"]
+    command += ["--context", "32", "--device", "cpu", "--json", str(tmp_path / "e.json")]
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, check=True, env=environment, capture_output=True)
+    result = json.loads((tmp_path / "e.json").read_text())
+    assert result["model_bits_per_weight"] == result["decoder_bits_per_weight"] == 16
+    assert result["weights_bytes"] == (snapshot / "model.safetensors").stat().st_size

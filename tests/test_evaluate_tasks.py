@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -309,3 +310,17 @@ class TestErrors:
         with pytest.raises(UserError):  # allowed, but the script is no metric
             load_tasks(EvalConfig(tasks="little_choices", task_path=str(folder), trust_remote_code=True))
         assert trace.exists()
+
+
+def test_logits_that_are_no_numbers_are_no_answers(folder, model_directory, tmp_path):
+    shutil.copytree(model_directory, tmp_path / "model")
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(3e38)
+    model.save_pretrained(tmp_path / "model")
+    command = ("eval", tmp_path / "model", "--tasks", "little_choices", "--task-path", folder, "--device", "cpu")
+    status, _, err = run(*command)
+    assert status == 2
+    assert err.rstrip().endswith(
+        "--tasks need logits that are numbers, but some are NaN; use --dtype float32 or bfloat16"
+    )

@@ -1,5 +1,7 @@
 """`edkm compare` on several texts: the KL of every row from the uncompressed model, and files of llama.cpp as rows."""
 
+import shutil
+
 import numpy as np
 import pytest
 
@@ -172,3 +174,15 @@ def test_rows_of_ours_that_differ_in_their_seed_are_one_line_with_half_their_ran
     assert f"{(first + second) / 2:,.3f} +-{abs(first - second) / 2:.3f}" in line
     assert sum(line.startswith("edkm data=builtin-prose") for line in text.splitlines()) == 1
     assert text.endswith("hours")
+
+
+def test_a_rows_own_text_is_told_apart_and_not_measured(tmp_path, model_directory, text_file):
+    shared = {"model": str(model_directory), "data": (str(text_file),), "device": "cpu"}
+    own = shutil.copyfile(text_file, tmp_path / "own.txt")
+    entry = Entry.parse(f"edkm:data={own}")
+    first = settings_of(entry, CompareConfig(**shared))
+    own.write_text(own.read_text() + "more")
+    assert settings_of(entry, CompareConfig(**shared)) != first
+    measured = CompareConfig(**shared, eval_data=(str(own),))
+    with pytest.raises(UserError, match="--eval-data must not be trained on"):
+        settings_of(entry, measured)

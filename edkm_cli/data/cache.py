@@ -156,7 +156,7 @@ def locked(path: Path, say: Say, doing: str, world: World = ALONE, **cache: str)
     """Hold a lock that ends with this process, however it ends; gives whether another had it before. Where the file system
     has none, two runs may do the work twice; the rename then lets the first one win. Processes of a `world` take
     theirs after the first one has its own, so that of two runs one has all. `cache`: how `disk_error` calls it."""
-    lock, told = FileLock(path), iter([f"another process is {doing}; waiting for it"])
+    lock, told = FileLock(path, fallback_to_soft=False), iter([f"another process is {doing}; waiting for it"])
 
     def taken() -> bool:
         try:

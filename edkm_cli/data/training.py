@@ -164,7 +164,7 @@ def _open(source: Source, tokenizer: Any, options: TextSettings, token_limit: in
     limit = token_limit if streams(source, options) else None
     settings: dict[str, Any] = {
         "store": FORMAT,
-        "source": _identity(source),
+        "source": source_identity(source),
         "tokenizer": tokenizer_sha256(tokenizer),
         "encoding": {"column": options.data_column, "train_on": options.train_on},
         "reading": {"column": options.data_column, "streaming": options.streaming},
@@ -190,18 +190,18 @@ def _open(source: Source, tokenizer: Any, options: TextSettings, token_limit: in
 def unchanged(sources: Sequence[Source]) -> Iterator[None]:
     """Inside, sources are read more than once (what is trained on, what is measured). Raises UserError at the end where
     the files of one are not what they were at the beginning."""
-    before = [_identity(source) for source in sources]
+    before = [source_identity(source) for source in sources]
     yield
     for source, identity in zip(sources, before, strict=True):
         _require_same(source, identity)
 
 
 def _require_same(source: Source, identity: dict[str, Any]) -> None:
-    if _identity(source) != identity:
+    if source_identity(source) != identity:
         raise UserError(f"{source} changed while it was read; start again when it is whole")
 
 
-def _identity(source: Source) -> dict[str, Any]:
+def source_identity(source: Source) -> dict[str, Any]:
     """What tells one state of a source from another: of files their names, sizes, times and samples of their bytes."""
     folder, files = Path(source.repository or ""), []  # on this machine, it has the hub's layout
     here = sorted(folder.rglob("[!.]*")) if source.repository and folder.is_dir() else []

@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerFast
 
 from edkm_cli.compress import compress
 from edkm_cli.model_files import build
-from edkm_cli.nn.hooks import decoder_layers
+from edkm_cli.nn.hooks import changed, decoder_layers
 from edkm_cli.preflight import RunPlan, needed_tokens
 from edkm_cli.progress import Observer, quiet_bars
 from edkm_cli.self_text import at_once, cache_dtype, text_shape, write_text
+from edkm_cli.train import teacher
 
 _FEW_TOKENS, _MORE_TOKENS, _STEPS, _WRITTEN = 1024, 8192, 2, 8
 _OF_LAYERS = ("reconstruction", "compensation", "k-means start")  # loops over decoder layers or their linears
@@ -37,7 +38,8 @@ def seconds_by_phase(plan: RunPlan) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, quiet_bars():
         model = _write_one_layer(plan, Path(folder))
         text = across * _text_seconds(plan, model) if plan.writes_text else 0.0
-        few, more = (_measured(plan, Path(folder), min(count, started)) for count in (_FEW_TOKENS, _MORE_TOKENS))
+        with changed(teacher, cache_directory=lambda: Path(folder)):  # its states are of no use to another run
+            few, more = (_measured(plan, Path(folder), min(count, started)) for count in (_FEW_TOKENS, _MORE_TOKENS))
     tokens, in_loops = max(0, started - _MORE_TOKENS) / (_MORE_TOKENS - _FEW_TOKENS), more["calibration"]
     by_layer = 0.0
     for loop in _OF_LAYERS:  # a straight line through both numbers of tokens

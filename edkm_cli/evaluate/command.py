@@ -77,20 +77,26 @@ def evaluate_model(
             del model  # one of the two at a time
             model = load_any(source, dtype=dtype, device=device)
         measured, beside = study.see_model(model)
+    if not source.is_local:  # its files are on this machine by now
+        from transformers.utils import cached_file
+
+        with models.loading(source):
+            file = cached_file(source.location, "config.json", revision=source.revision, local_files_only=True)
+        source = models.resolve(str(Path(str(file)).parent), **trust)
     compressed = is_packed(model)
     # It is measured in `dtype`, but it weighs what its files do.
-    size = footprint(stored_skeleton(source.location, **trust) if compressed and source.is_local else model)
+    size = footprint(stored_skeleton(source.location, **trust) if compressed else model)
     result: dict[str, Any] = {"model": name, "data": names[0] if names else None}
     result |= dict.fromkeys(("context", "windows", "tokens", "perplexity"))
     if names:
         rows = [text_row(text, figures) for text, figures in zip(names, measured, strict=True)]
         result |= {} if reference is None else {"reference": reference}
         result |= rows[0] | {"texts": rows} | beside
-    stored = 1.0 if compressed else (_tensor_bytes(source) or size.weights_bytes) / size.weights_bytes
+    stored = 1.0 if compressed else _tensor_bytes(source) / size.weights_bytes
     result |= {
         "dtype": dtype,
         "device": device,
-        "weights_bytes": models.stored_bytes(source) or size.weights_bytes,
+        "weights_bytes": models.stored_bytes(source),
         "decoder_bits_per_weight": size.decoder_bits_per_weight * stored,
         "model_bits_per_weight": size.model_bits_per_weight * stored,
     }
@@ -112,10 +118,12 @@ def evaluate_model(
     return result
 
 
-def _tensor_bytes(source: models.ModelSource) -> int | None:
-    """Bytes of the tensors in a model's files on this machine, without headers; None for a hub model."""
+def _tensor_bytes(source: models.ModelSource) -> int:
+    """Bytes of the tensors in a model's files, without headers."""
     stored, path = models.stored_bytes(source), source.path
-    if stored is None or path is None or path.is_file():
+    assert stored is not None
+    assert path is not None
+    if path.is_file():
         return stored
     # The first eight bytes of a file are the size of the header behind them.
     return stored - sum(8 + int(np.fromfile(file, "<u8", count=1)[0]) for file in model_files.weight_files(path))

@@ -22,7 +22,7 @@ import yaml
 
 from edkm_cli.errors import UserError, explained, named
 from edkm_cli.evaluate.config import EvalConfig
-from edkm_cli.nn.hooks import changed
+from edkm_cli.nn.hooks import changed, hooked
 from edkm_cli.summaries import metrics_of
 
 _INSTALL = "pip install 'edkm-cli[eval]'"
@@ -92,7 +92,8 @@ def run_tasks(
         for task in tasks["tasks"].values():  # anew: a run before has drawn other examples
             task.set_fewshot_seed(seed=_SEED)
         try:
-            outcome = evaluate(subject, tasks, limit=limit, log_samples=True)
+            with hooked([model], _require_numbers, after=True):
+                outcome = evaluate(subject, tasks, limit=limit, log_samples=True)
         except (UserError, RuntimeError, MemoryError):  # the machine's trouble, not the task's
             raise
         except Exception as error:
@@ -107,6 +108,11 @@ def run_tasks(
                     key = f"{metric},{sample['filter']}" if several else metric
                     scores.setdefault(task, {}).setdefault(key, {})[sample["doc_id"]] = sample[metric]
     return results, scores
+
+
+def _require_numbers(model: Any, args: Any, output: Any) -> None:
+    if bool(output.logits[:, -1].isnan().any()):  # what is padded, to the left, may be
+        raise UserError("--tasks need logits that are numbers, but some are NaN; use --dtype float32 or bfloat16")
 
 
 def compared(

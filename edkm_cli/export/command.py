@@ -21,7 +21,7 @@ from edkm_cli.export.directory import OutputDirectory
 from edkm_cli.export.formats import find
 from edkm_cli.export.formats.folder import read_model, require_fit
 from edkm_cli.export.formats.options import Options
-from edkm_cli.export.ownership import run_paths
+from edkm_cli.export.ownership import remove, run_paths
 from edkm_cli.export.source import Compressed
 from edkm_cli.files import write_json
 from edkm_cli.hf import LateTokenizer, load
@@ -74,7 +74,7 @@ def export_model(
             facts = {"format": to, **form.facts(source, options), **parity, "versions": versions()}
             write_json(folder / RECORD, facts)
         except BaseException:
-            place.discard()
+            remove(place.partial)
             raise
         place.commit()
     return {

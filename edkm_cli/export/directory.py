@@ -98,7 +98,8 @@ class OutputDirectory:
                 self._require_no_checkpoints()
 
     def _require_no_checkpoints(self) -> None:
-        kept = sorted(path.name for path in (self.partial / CHECKPOINTS).glob("step-*") if path.suffix != ".tmp")
+        found = (*(self.partial / CHECKPOINTS).glob("step-*"), *(self.partial / CHECKPOINTS).glob("start/*.json"))
+        kept = sorted(str(path.relative_to(self.partial)) for path in found if path.suffix != ".tmp")
         if kept and not self._overwrite:
             rule = f"{self.partial} holds the checkpoints of an unfinished run (the last one is {kept[-1]}); go on with"
             raise UserError(f"{rule} --resume, give --overwrite to throw it away, or choose another --output")
@@ -171,7 +172,7 @@ class OutputDirectory:
         changes = differences(facts["fingerprint"], identity) if facts is not None else ""
         if changes:
             rule = f"--resume needs the settings, model and data of the run in {self.partial}, but {changes}"
-            raise UserError(f"{rule}; give the same ones, or start again without --resume")
+            raise UserError(f"{rule}; give the same ones, or start again with --overwrite in its place")
         return facts
 
     def marked(self) -> dict[str, Any] | None:
@@ -231,10 +232,6 @@ class OutputDirectory:
             os.rename(old, self.partial)
         sync(self.path.parent)
         settle(self.path)
-
-    def discard(self) -> None:
-        """Remove the unfinished result, as far as it is ours."""
-        ownership.remove(self.partial)
 
 
 def settle(path: Path) -> None:

@@ -4,6 +4,7 @@
 the texts, compare the identity with what is there, train in `DIR.partial`, read back, measure, commit.
 """
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import cached_file
 
 from edkm_cli import data, models
 from edkm_cli.config import CHECKPOINTS, TextSettings, TrainingSettings, lengths_of, too_long
@@ -103,6 +105,15 @@ class Session:
         if rows < len(self.tokenizer) and (highest := self.data.highest_token()) >= rows:  # one that was added
             raise UserError(f"--data has token {highest}, the model has {rows} embeddings; leave out what has it")
         self._overlap = overlaps(self.data, self._documents, say=say)
+
+    def copy_processor(self, source: models.ModelSource, directory: Path) -> None:
+        """Copy what says how a model gets images, where there is any. Raises UserError if it cannot be had."""
+        where = {"revision": source.revision, "local_files_only": source.is_local}
+        for name in ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+            with models.loading(source):
+                file = cached_file(source.location, name, _raise_exceptions_for_missing_entries=False, **where)
+            if file is not None:
+                shutil.copyfile(file, directory / name)
 
     def lay_out(self) -> None:
         """Divide the training text into blocks. Raises UserError where it is too short, or no step has a token to learn."""

@@ -161,6 +161,7 @@ class _Run(PackedSession):
         with self.clock.phase("export"):
             options: dict[str, Any] = {"dense": self.stored_format, "track": self.watch.track}
             write_checkpoint(model, self.tokenizer, staging, self.spec, **options)
+            self.copy_processor(self.source, staging)
             read = self.load_model(staging)
         self.measure("exported", read, shared=False)
         for row in self.measured.rows():

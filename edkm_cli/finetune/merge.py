@@ -23,14 +23,17 @@ from edkm_cli.errors import Preempted, UserError, explained
 from edkm_cli.evaluate.limits import require_ratio
 from edkm_cli.evaluate.size import footprint
 from edkm_cli.export.checkpoint import write_checkpoint
-from edkm_cli.export.ownership import listing, read_object
+from edkm_cli.export.ownership import listing, read_object, remove
 from edkm_cli.files import sha256_of, write_json
 from edkm_cli.finetune.command import REPORT as FINETUNED
 from edkm_cli.finetune.config import MergeConfig, require_data
 from edkm_cli.finetune.session import WEIGHTS, PackedSession, adapted_layers, check_adapter, load_adapter
+from edkm_cli.initialize.compensate import compensate
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.reconstruct import reconstruct
+from edkm_cli.integrity import stored_skeleton
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers, parameters_of, with_scale_of
+from edkm_cli.nn.hooks import layers_form_a_chain
 from edkm_cli.preflight import calibration_batches, choose_device, choose_label_weight, choose_start_tokens
 from edkm_cli.progress import Observer
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
@@ -109,7 +112,7 @@ class _Run(PackedSession):
     def __init__(self, directory: Path, adapter: Path, config: MergeConfig, watch: Observer):
         super().__init__(directory, config, World(device=choose_device(config.device)), watch, dtype="float32")
         self.adapter = adapter
-        settings = part_of(TrainingSettings, config, save_every=0)
+        settings = part_of(TrainingSettings, config, save_every=0, keep=0)
         self.settings = replace(settings, label_weight=choose_label_weight(settings, self.sources))
         trained_tokens = settings.trained_tokens()
         self.start_tokens = config.start_tokens or choose_start_tokens(trained_tokens)
@@ -125,6 +128,8 @@ class _Run(PackedSession):
             model = load_adapter(model, self.adapter)
             require_mergeable(model)
             layers = len(adapted_layers(model))
+            trust = self.config.trust_remote_code
+            chain = layers_form_a_chain(stored_skeleton(self.directory, trust_remote_code=trust))
             self.open_texts(model.config, token_limit=self.needed_tokens, stages=("compressed", "adapted", "merged"))
             if self.config.packing and self.config.steps:
                 require_attention_within_documents(model)
@@ -132,8 +137,7 @@ class _Run(PackedSession):
                 self.write_text(Layers(model))
             elif self.config.steps:
                 self.lay_out()
-        with model.disable_adapter():
-            self.measure("compressed", model)
+        self.measure("compressed", self.load_model(self.directory))  # of some adapters the base has biases, too
         self.measure("adapted", model)
         with self.clock.phase("merge"):
             merged = cluster_again(model, self.clustering)
@@ -141,9 +145,12 @@ class _Run(PackedSession):
             merged.generation_config = generation
             teacher = decoded_copy(merged) if self.config.steps else None
             # Each decoder layer by itself, to give what the adapted one gives.
-            seed, track = self.config.seed, self.watch.track
-            text = calibration_batches(self.data, self.start_tokens, seed=seed, length=_FIT_TOKENS)
-            reconstruct(merged, text, passes=self.config.start_passes, seed=seed, track=track, world=self.world)
+            how: dict[str, Any] = {"track": self.watch.track, "world": self.world}
+            text = calibration_batches(self.data, self.start_tokens, seed=self.config.seed, length=_FIT_TOKENS)
+            if chain:
+                reconstruct(merged, text, passes=self.config.start_passes, seed=self.config.seed, **how)
+            else:  # as edkm compress starts such a model
+                compensate(merged, text, **how)
         staging = self.output.begin()
         self.output.mark({"merge": str(self.adapter)})
         if teacher is not None:
@@ -151,6 +158,7 @@ class _Run(PackedSession):
             del teacher
         with self.clock.phase("export"):
             write_checkpoint(merged, self.tokenizer, staging, self.spec, dense=dense, track=self.watch.track)
+            self.copy_processor(self.source, staging)
             del merged
             exported = self.load_model(staging)
         self.measure("merged", exported)
@@ -177,7 +185,7 @@ class _Run(PackedSession):
             try:
                 train(merged, objective, self.blocks, self.settings, **self.training(staging))
             except Preempted as stop:  # what training began from is nowhere
-                self.output.discard()
+                remove(self.output.partial)
                 raise Preempted("SIGTERM: stopped, nothing was saved; give the command again") from stop
         merged.requires_grad_(False)
 

@@ -53,10 +53,9 @@ def add_adapter(model: Any, *, rank: int, alpha: float, targets: tuple[str, ...]
     if named == ALL_LINEAR and (len(names) < len(linears) or any(is_expert(name) for name in names)):
         head = model.get_output_embeddings()
         named = [name for name in names if not is_expert(name) and model.get_submodule(name) is not head]
-    scaled: Any = alpha  # peft says int
-    config = LoraConfig(r=rank, lora_alpha=scaled, target_modules=named, bias="none", task_type="CAUSAL_LM")
-    with explained("--target-modules cannot be adapted"), _placed(model):
-        return get_peft_model(model, config)
+    options: dict[str, Any] = {"lora_alpha": alpha, "bias": "none", "task_type": "CAUSAL_LM"}  # alpha: peft says int
+    with explained("--target-modules cannot be adapted", "; name other linears, such as q_proj"), _placed(model):
+        return get_peft_model(model, LoraConfig(r=rank, target_modules=named, **options))
 
 
 def _placed(model: Any) -> ExitStack:

@@ -136,7 +136,7 @@ class KeptStart:
             else:
                 assign(tensors.pop(name), value.to(self._world.device))
         if tensors:
-            raise UserError(f"{self.directory} must hold {min(tensors)}, but does not; start again without --resume")
+            raise UserError(f"{self.directory} must hold {min(tensors)}, but does not; start again with --overwrite")
 
     def _read(self, files: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for file in files:

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 
 from edkm_cli import model_files
 from edkm_cli.errors import UserError, brief, explained
-from edkm_cli.files import read_json
+from edkm_cli.files import read_json, sync
 from edkm_cli.models import gguf
 from edkm_cli.progress import no_warnings, quiet_bars
 from edkm_cli.runtime.experts import split_experts
@@ -192,6 +193,8 @@ def skeleton(source: ModelSource, config: Any) -> Any:
     with explained(f"{rule} describes none", "; check it, or fetch the files again"), torch.device("meta"), limit:
         own = copy.deepcopy(config)  # building a model leaves its mark on the configuration
         model = model_files.build(own, trust_remote_code=source.trust_remote_code)
+        if not {"logits_to_keep", "kwargs"} & signature(model.forward).parameters.keys():
+            raise UserError(f"{rule} describes one whose forward takes no logits_to_keep; give its code that argument")
         if source.splits:
             split_experts(model)
         return model
@@ -301,6 +304,8 @@ def _keep_copy(part: Any, directory: Path) -> bool:
     partial = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
     try:
         part.save_pretrained(partial)
+        for file in partial.iterdir():
+            sync(file)
         os.rename(partial, directory)
     except Exception:  # safetensors' own of a full disk is no OSError
         shutil.rmtree(partial, ignore_errors=True)

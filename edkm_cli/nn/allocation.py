@@ -3,7 +3,7 @@
 With the squared gradients F of the loss (`initialize/importance.py`) the expected rise of the loss at a number of bits is
 `1/2 sum_i F_i (w_i - w~_i)^2` (SqueezeLLM, arXiv 2306.07629, section 4.1). The choice is greedy: the next bit goes where
 it lowers that most for the room that it takes, tables counted; for gains that shrink this is the best choice there is, up
-to the room that is left at the end. Two to four of the eight bits of an embedding's weight go to the linears by default:
+to the room that is left at the end. Some of the eight bits of an embedding's weight go to the linears by default:
 docs/clustering.md, "Who gets how many bits".
 """
 

@@ -177,7 +177,7 @@ def train(
             show(f"loss {record['loss']:.4f}")
             stopping = world.any(stop.is_set())
             due = config.save_every and (done % config.save_every == 0 or done == config.steps)
-            if due or stopping:
+            if due or (stopping and config.keep):
                 checkpoints.save(done, model, optimizer)
             if stopping:
                 raise Preempted(f"SIGTERM: saved after step {done} of {config.steps}; go on with --resume")
@@ -196,7 +196,7 @@ def train(
 def prepare(model: Any, config: TrainingSettings, world: World) -> None:
     """Make a clustered model ready to train, in place."""
     freeze_dense_embeddings(model)
-    if config.gradient_checkpointing:
+    if config.gradient_checkpointing and model.supports_gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # since 5.2x
         enable({"use_reentrant": False})
         model.enable_input_require_grads()

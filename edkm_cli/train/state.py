@@ -113,7 +113,7 @@ class BestStep:
         step = self._checkpoints.load_newest(model, optimizer)
         if not step and self._lowest < math.inf:
             rule = "--keep-best needs the checkpoint of the best step, but it is damaged"
-            raise UserError(f"{rule}; start again without --resume, or leave --keep-best out", everywhere=True)
+            raise UserError(f"{rule}; start again with --overwrite, or leave --keep-best out", everywhere=True)
         return step
 
 
@@ -127,7 +127,7 @@ def _lowest_perplexity(metrics: Path, steps: int) -> float:
         return min(measured, default=math.inf)
     except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError) as error:
         rule = f"{metrics} must hold a JSON object for each step, but is damaged ({error}); without it the best step is"
-        raise UserError(f"{rule} not known: start again without --resume, or leave --keep-best out") from error
+        raise UserError(f"{rule} not known: start again with --overwrite, or leave --keep-best out") from error
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

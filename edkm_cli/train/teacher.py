@@ -106,7 +106,7 @@ def remember(
     kind = torch.device(world.device).type
     dtype = torch.bfloat16 if parts.dtype == torch.bfloat16 else torch.float16
     shape = (config.sequence_length, parts.width)
-    kinds = [kind, str(parts.dtype), str(dtype), mixed_precision]
+    kinds = ["2", kind, str(parts.dtype), str(dtype), mixed_precision]
     about = " ".join([model_sha256, *kinds, str(shape), *[str(world.rank)] * world.sharded, *rows])
     path = cache_directory() / "teacher" / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.states"
     partial, facts = path.with_suffix(".partial"), path.with_suffix(".json")
@@ -141,8 +141,10 @@ def remember(
                 remedy = "free some, set EDKM_CACHE to another directory, or train on fewer tokens"
                 here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes that write to this disk
                 require_room(path.parent, here * (len(places) - done * at_once) * row_bytes, what, remedy)
-                with open(partial, "ab") as file:
-                    file.truncate(done * at_once * row_bytes)
+                partial.touch()
+                # Each pass in its place: where locks are of one machine, another run writes the same bytes.
+                with open(partial, "r+b") as file:
+                    file.seek(done * at_once * row_bytes)
                     todo = passes[done:]
                     # A sharded model is called by all processes as often.
                     count = world.largest(len(todo)) if world.sharded else len(todo)
@@ -152,7 +154,8 @@ def remember(
                             file.write(states)
                             file.flush()
                             os.fsync(file.fileno())
-                os.replace(partial, path)
+                with suppress(FileNotFoundError):  # that run was first
+                    os.replace(partial, path)
                 write_json(facts, {"files": {path.name: sha256_of(path)}})
             elif world.sharded:
                 for _ in range(world.largest(0)):

@@ -71,9 +71,8 @@ def _linear(source: Compressed, tensor: DenseTensor, order: Tensor | slice) -> T
     codes, path, kind = source.indices(tensor.module)[order], tensor.module, _type(source)
     if source.spec.lut_dtype == "int8":
         leaves = ("scales", "offsets") if source.spec.palette == AFFINE else ("scales",)
-        multiples = (source.stored(f"{path}.{leaf}")[order].to(torch.int16) for leaf in leaves)
         tiles = SUPER_BLOCK // MULTIPLES[source.spec.palette, source.spec.bits][0]
-        numbers = [each.unflatten(1, (-1, tiles)) for each in multiples]
+        numbers = [source.stored(f"{path}.{leaf}")[order].to(torch.int16).unflatten(1, (-1, tiles)) for leaf in leaves]
         units = source.stored(f"{path}.lut_scale")[order]
         return _super_blocks(kind, codes.unflatten(1, (-1, SUPER_BLOCK)), numbers, units)
     scales = source.stored(f"{path}.scales")[order]

@@ -25,6 +25,7 @@ from torch import Tensor
 from edkm_cli.export.formats.folder import Entry, codes_in, read_packed, row_tables
 from edkm_cli.export.formats.options import Options
 from edkm_cli.export.source import Compressed, DenseTensor
+from edkm_cli.files import write_json
 
 _WORD_BITS = 32
 _KERNEL_WIDTH = 128  # columns and rows that one block of the project's kernels takes
@@ -37,6 +38,8 @@ def facts(source: Compressed, options: Options) -> dict[str, Any]:
         shapes = ", ".join(f"{rows} x {columns}" for rows, columns in narrow)
         rule = f"SqueezeLLM's CUDA kernels take {_KERNEL_WIDTH} rows and columns at once and check no borders"
         notes.append(f"{rule}; they would read beyond these matrices: {shapes}")
+    if dense := next((name for name in source.spec.skipped if ".layers." in name), ""):
+        notes.append(f"SqueezeLLM's llama.py takes all linears but lm_head for packed; {dense} would be zero there")
     return {"dtype": options.dtype_name(), "notes": notes}
 
 
@@ -55,8 +58,7 @@ def entries(source: Compressed, tensor: DenseTensor, options: Options) -> Iterat
 
 def settings(source: Compressed, folder: Path, options: Options) -> dict[str, Any]:
     """quant_config.json, and changes of config.json."""
-    text = json.dumps({"wbits": source.spec.bits}, indent=4) + "\n"
-    (folder / "quant_config.json").write_text(text, encoding="utf-8")
+    write_json(folder / "quant_config.json", {"wbits": source.spec.bits})
     return {"dtype": "float16"}
 
 

@@ -21,8 +21,9 @@ from safetensors.torch import save_file
 
 from edkm_cli import __version__, models
 from edkm_cli.config import TextSettings, build_config
-from edkm_cli.data import parse_sources, tokenize, training_tokens
+from edkm_cli.data import parse_source, parse_sources, tokenize, training_tokens
 from edkm_cli.data.cache import Say
+from edkm_cli.data.training import require_held_out, source_identity
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.ownership import cache_paths, input_paths, read_object, require_apart, require_replaceable
@@ -44,7 +45,7 @@ _CALIBRATION = ("calibration_samples", "sequence_length")
 _SHARED = ("model", "output", "eval_data", "device", "trust_remote_code")
 _NOTHING: dict[str, Any] = dict.fromkeys((  # the row of a method that failed
     "training", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "texts", "perplexity", "kl_per_token",
-    "top1_agreement", "windows", "calibration_tokens", "training_tokens", "seconds", "evaluation_seconds",
+    "top1_agreement", "windows", "context", "calibration_tokens", "training_tokens", "seconds", "evaluation_seconds",
     "peak_memory_bytes", "note",
 ))  # fmt: skip
 
@@ -119,6 +120,11 @@ def settings_of(entry: Entry, config: CompareConfig) -> dict[str, Any]:
     }
     if entry.method == OURS:
         settings["arguments"] = _our_arguments(entry, config)
+        if "data" in dict(entry.options):  # the row's own, which the others' tokens do not tell
+            own = parse_sources(settings["arguments"]["data"])
+            for text in config.eval_data:
+                require_held_out(own, parse_source(text, "--eval-data"))
+            settings["own_data"] = [source_identity(source) for source in own]
     elif entry.method == UNCOMPRESSED:
         if entry.options:
             raise UserError(f"{UNCOMPRESSED} has no options, got {entry.label!r}")
@@ -187,7 +193,8 @@ def _result(path: Path, settings: dict[str, Any], folder: Path, *, overwrite: bo
     if not predictions.exists():  # once, and only if there is something to measure
         predictions.mkdir()
         say("  the uncompressed model's predictions, for the KL of all rows")
-        if _worker(path, folder, "--remember"):
+        if status := _worker(path, folder, "--remember"):
+            say(f"  none: the process ended with status {status}")
             shutil.rmtree(predictions)  # what there is of them is of no use
             predictions.mkdir()
     status = _worker(path, folder, *flags)

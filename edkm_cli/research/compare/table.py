@@ -37,8 +37,9 @@ def format_table(result: dict[str, Any]) -> str:
         if row["note"]:
             notes.append(f"{row['label']}: {row['note']}")
     setting = result["setting"]
-    windows = " or ".join(map(str, sorted({text["windows"] for row in result["rows"] for text in row["texts"] or ()})))
-    head = f"{setting['model']}: perplexity of {windows} windows of {setting['context']} tokens, {' | '.join(names)}"
+    every = [setting | text for row in result["rows"] for text in row["texts"] or ()]
+    counts, contexts = (" or ".join(map(str, sorted({one[key] for one in every}))) for key in ("windows", "context"))
+    head = f"{setting['model']}: perplexity of {counts} windows of {contexts} tokens, {' | '.join(names)}"
     legend = (
         "KL: from the uncompressed model, per token; training: what was trained, if anything; bits/weight: decoder "
         "linears, all side information counted; calibrated, trained: tokens"

@@ -152,7 +152,7 @@ def measure(
     for ids, windows in _texts(settings, tokens, track):
         known = reference if reference.knows_text(ids, settings["context"]) else None
         measured.append(perplexity(model, ids, reference=known, **windows))
-    keys = ("perplexity", "kl_per_token", "top1_agreement", "windows")
+    keys = ("perplexity", "kl_per_token", "top1_agreement", "windows", "context")
     texts = [{key: getattr(one, key) for key in keys} for one in measured]
     return {
         **row,
@@ -232,7 +232,7 @@ def _ours(settings: dict[str, Any], directory: Path, **how: Any) -> tuple[dict[s
         "weights_bytes": report["weights_bytes"],
         "calibration_tokens": min(max(limits), sum(one["tokens"] for one in report["data"]["sources"])),
         "training_tokens": report["training_tokens"],
-        "seconds": round(sum(took for name, took in report["seconds"].items() if name not in ("load", "evaluate")), 3),
+        "seconds": round(sum(took for name, took in report["seconds"].items() if name not in ("evaluate", "dense")), 3),
         "note": f"embeddings {f'at {spec.embedding_widths} bits' if spec.packs_embeddings else 'as they came'}",
         "directory": str(directory),
     }
