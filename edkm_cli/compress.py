@@ -143,8 +143,8 @@ class Run(Session):
             model_files.require_finite(config.model, dense)
             dtype = getattr(torch, models.stored_dtype(plan.source, plan.architecture, plan.dense_dtype))
             stored = {f"{swap.name}.weight": dtype for swap in plan.swaps if not swap.reason}
-            stored |= stored_dtypes(plan.source.path)
-            self.dense_format = DenseFormat.of(dense.model, dtype, stored, world=self.world)
+            stored |= stored_dtypes(plan.source.path or models.safetensors_directory(plan.source))
+            self.dense_format = DenseFormat.of(dense, dtype, stored, world=self.world)
             if config.packing and config.steps:
                 with dense.at_hand() as model:
                     require_attention_within_documents(model)

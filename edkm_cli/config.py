@@ -107,6 +107,7 @@ def known_positions(architecture: Any) -> int | None:
 
 def head_size(config: Any) -> int:
     """Channels of an attention head."""
+    config = (getattr(config, "per_layer_config", None) or [config])[0]  # Gemma 4's differ
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

@@ -104,6 +104,7 @@ def cache_dtype(model: Any, device: str) -> torch.dtype | None:
         return None
     config, known = model.config.get_text_config(decoder=True), type(model).__module__.startswith("transformers.")
     rounds = device == "cpu" and model.dtype == torch.float32 and multiplies_bfloat16(device) and library() is not None
+    known = known and not hasattr(config, "keep_window_size")  # Doge multiplies values before attention
     plain = known and config._attn_implementation == "sdpa" and not getattr(config, "kv_lora_rank", None)
     return torch.bfloat16 if rounds and plain and head_size(config) % 32 == 0 else model.dtype
 

@@ -195,3 +195,14 @@ def test_what_a_run_has_written_counts_as_room(unfinished, monkeypatch):
     OutputDirectory(unfinished, resume=True).rehearse(19 * 10**5)
     with pytest.raises(UserError, match="--output needs"):
         OutputDirectory(unfinished, resume=True).rehearse(21 * 10**5)
+
+
+def test_a_killed_start_is_not_thrown_away_unasked(tmp_path):
+    output = OutputDirectory(tmp_path / "out")
+    output.begin()
+    output.mark({})
+    start = output.partial / "checkpoints" / "start"
+    start.mkdir(parents=True)
+    (start / "progress.json").write_text("{}")
+    with pytest.raises(UserError, match=r"start/progress\.json.*--resume"):
+        OutputDirectory(tmp_path / "out")

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from edkm_cli import models
 from edkm_cli.compress import compress
 from edkm_cli.distributed import ALONE
+from edkm_cli.export.checkpoint import DenseFormat
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.initialize import layers as streaming
 from edkm_cli.initialize.build import Recipe, Steps, initialize, restore
@@ -280,3 +282,17 @@ def test_a_run_killed_in_its_start_ends_with_the_same_weights(model_directory, t
 
 def _kill():
     raise Killed
+
+
+def test_what_transformers_keeps_in_float32_is_read_and_stored_so(tmp_path):
+    model = family("deepseek_v3", torch.bfloat16)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_submodule("model.layers.1.mlp.gate").register_buffer("e_score_correction_bias", 7 + torch.arange(4) / 100)
+    directory = saved(model, tmp_path / "model")
+    layers = open_layers(directory, dtype=torch.bfloat16, device="cpu")
+    expected = AutoModelForCausalLM.from_pretrained(directory.location, dtype=torch.bfloat16).get_buffer(name)
+    with layers.whole("model.layers.1"):
+        found = layers.model.get_buffer(name)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+    assert name in DenseFormat.of(layers, torch.bfloat16, {}).wider

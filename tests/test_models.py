@@ -11,6 +11,7 @@ from edkm_cli import model_files, models
 from edkm_cli.errors import UserError
 from edkm_cli.hf import load
 from edkm_cli.nn.swap import is_tied
+from families import family
 from helpers import byte_tokenizer, cluster, compress_arguments, export, refused, tiny_llama
 
 
@@ -204,3 +205,10 @@ def test_a_configuration_that_asks_for_tuples_is_refused(model_directory, text_f
     line = refused(*compress_arguments(tmp_path / "model", text_file, tmp_path / "out"))
     assert "must not have return_dict false in its config.json; remove it there" in line
     assert not (tmp_path / "out").exists()
+
+
+def test_experts_in_one_tensor_are_not_far_more_than_their_files_hold(tmp_path):
+    family("gpt_oss", num_local_experts=128).save_pretrained(tmp_path / "model")
+    source = models.resolve(str(tmp_path / "model"))
+    model = models.skeleton(source, models.load_config(source))
+    assert sum("experts" in name and name.endswith(".weight") for name, _ in model.named_parameters()) == 512

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from edkm_cli.distributed import ALONE
 from edkm_cli.errors import UserError
@@ -14,6 +15,7 @@ from edkm_cli.nn.clustered import Clustering, clustered_layers
 from edkm_cli.nn.hooks import hooked
 from edkm_cli.nn.swap import check_geometry, decoder_bits_per_weight, plan_swaps
 from edkm_cli.runtime.embeddings import PalettizedEmbedding, PalettizedHead
+from families import family
 from helpers import cluster, clustered_linear_of, importance_of, tiny_llama, tiny_qwen
 
 MODES = ["straight-through", "hard", "soft"]
@@ -253,3 +255,17 @@ def test_sensitivity_moves_the_start_towards_what_matters():
 def test_every_linear_of_the_decoder_is_clustered():
     model, _ = cluster(tiny_llama())
     assert len(clustered_layers(model)) == 14
+
+
+def test_routers_stay_dense_and_what_is_only_as_wide_does_not():
+    shared = family("qwen3_next", num_experts=16, shared_expert_intermediate_size=16)
+    reasons = {
+        swap.name.rpartition(".")[2]: swap.reason for swap in plan_swaps(shared) if "shared_expert." in swap.name
+    }
+    assert reasons == {"gate_proj": "", "up_proj": "", "down_proj": ""}
+    sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 16, "num_key_value_heads": 2, "kv_channels": 8}
+    config = AutoConfig.for_model("jetmoe", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2, **sizes)
+    fused = AutoModelForCausalLM.from_config(config)
+    routers = [swap for swap in plan_swaps(fused) if "router" in swap.name]
+    assert routers
+    assert all(swap.reason.startswith("a router") for swap in routers)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaModel
 
-from edkm_cli.nn.hooks import hooked, layer_calls, layers_form_a_chain
+from edkm_cli.nn.hooks import decoder_layers, hooked, layer_calls, layers_form_a_chain, without_dropout
 from families import FAMILIES, family
 from helpers import tiny_llama, tiny_qwen
 
@@ -53,3 +55,37 @@ def test_layers_that_nothing_is_known_of_are_no_chain():
         model = tiny_llama()
     model.model.forward = lambda input_ids, **_: input_ids.tolist()
     assert not layers_form_a_chain(model)
+
+
+class _Twice(LlamaModel):
+    def forward(self, *args, **kwargs):
+        return [super(_Twice, self).forward(*args, **kwargs) for _ in range(2)][-1]
+
+
+def test_layers_that_run_twice_are_no_chain():
+    with torch.device("meta"):
+        plain, twice = tiny_llama(), tiny_llama()
+    assert layers_form_a_chain(plain)
+    twice.model.__class__ = _Twice
+    assert not layers_form_a_chain(twice)
+
+
+def test_parts_that_a_family_names_beside_its_layers_are_none():
+    model = tiny_llama()
+    model._no_split_modules = ["LlamaDecoderLayer", "LlamaMLP"]
+    assert list(decoder_layers(model)) == ["model.layers.0", "model.layers.1"]
+
+
+def test_a_familys_dropout_is_taken_away_and_an_adapters_stays():
+    model = family("opt", dropout=0.3, attention_dropout=0.3)
+    lora = LoraConfig(target_modules=["q_proj"], lora_dropout=0.5)
+    model = get_peft_model(model, lora).train()
+    without_dropout(model)
+    kept = [
+        module.p for path, module in model.named_modules() if isinstance(module, torch.nn.Dropout) and "lora" in path
+    ]
+    assert kept
+    assert set(kept) == {0.5}
+    ids = torch.arange(12)[None]
+    with model.disable_adapter():
+        assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)

@@ -16,6 +16,7 @@ from edkm_cli.report.charts import bars
 from edkm_cli.report.document import build_report
 from edkm_cli.report.layers import measure_weights, place
 from edkm_cli.report.read import RunFiles
+from families import family
 from helpers import cluster, compress_arguments, export, refused, run, tiny_llama
 
 HOSTILE = "<script>alert('x')</script>\x00\"&"
@@ -366,3 +367,15 @@ def test_a_model_of_the_same_shapes_is_not_taken_for_the_original(copied, model_
 
 def test_a_page_is_written_to_a_stream(copied):
     assert build_report(copied, output="/dev/null", weights=False)["page"] == "/dev/null"
+
+
+def test_experts_are_compared_with_the_original_and_named_by_their_kind(tmp_path):
+    model = family("mixtral", num_local_experts=3)
+    model.save_pretrained(tmp_path / "model")
+    directory = export(*cluster(model), tmp_path / "out")
+    measured = measure_weights(_run(directory, str(tmp_path / "model"), original_weights_bytes=10**6))
+    assert not measured.missing
+    experts = [error for name, error in measured.errors.items() if "experts" in name]
+    assert len(experts) == 2 * 3 * 2
+    assert 0 < max(experts) < 0.2
+    assert place("model.layers.1.mlp.experts.down_proj.17") == ("down_proj", "1")

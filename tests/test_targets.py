@@ -36,7 +36,7 @@ def test_gemma_fits_with_windows_where_the_engine_has_them(name):
 
 @pytest.mark.parametrize("name", ["squeezellm", "any-precision", "coreml", "lut-b"])
 def test_an_ordinary_decoder_fits_every_target(name):
-    check_model(name, architecture(), LAYERS, lut_scale=0.0625)
+    check_model(name, architecture(num_hidden_layers=len(LAYERS)), LAYERS, lut_scale=0.0625)
 
 
 @pytest.mark.parametrize(
@@ -167,3 +167,10 @@ def test_auto_is_what_leaving_it_out_means(target, field):
     plain, told = (build_config(None, {"model": "m", "target": target, **more}) for more in ({}, {field: "auto"}))
     assert plain == told
     assert getattr(told, field) != "auto"
+
+
+def test_a_decoder_layer_without_packed_linears_is_refused_where_each_has_some():
+    layers = {f"model.layers.{index}.mlp.up_proj": (256, 256) for index in range(2)}
+    check_model("any-precision", architecture(num_hidden_layers=2), layers, lut_scale=1.0)
+    with pytest.raises(UserError, match="in all decoder layers, but some have none"):
+        check_model("any-precision", architecture(num_hidden_layers=3), layers, lut_scale=1.0)

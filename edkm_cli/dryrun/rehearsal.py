@@ -34,7 +34,7 @@ from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.nn.allocation import tried_bits
 from edkm_cli.nn.clustered import clustered_layers
-from edkm_cli.nn.hooks import decoder_layers, hooked
+from edkm_cli.nn.hooks import LAST, decoder_layers, hooked
 from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import Swap
 from edkm_cli.packing import pack
@@ -275,7 +275,7 @@ class Rehearsal:
         model.eval()
         holding = hooked(clustered_layers(model).values(), partial(self._compensation, None))
         with self._ledger.under(ACTIVATIONS), self._gathered(model), holding:
-            model(input_ids=torch.cat(batches), use_cache=False, logits_to_keep=1)
+            model(input_ids=torch.cat(batches), use_cache=False, logits_to_keep=LAST)
 
     def _reconstruct(
         self, model: Any, batches: list[Tensor], *, passes: int, begin: Callable[..., None], **options: Any

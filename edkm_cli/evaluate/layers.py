@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from edkm_cli.nn.hooks import decoder_layers, hidden_of, hooked
+from edkm_cli.nn.hooks import LAST, decoder_layers, hidden_of, hooked
 from edkm_cli.runtime.palettized import is_plain_linear
 
 TOKENS = 256  # that layers are compared on
@@ -48,7 +48,7 @@ def record_layers(model: Any, ids: Tensor, directory: Path) -> None:
 
     inside = [module for layer in layers for module in layer.modules() if module in names]
     with hooked(inside, take, after=True), hooked(layers, write, after=True):
-        model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
+        model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=LAST)
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ def compare_layers(model: Any, ids: Tensor, directory: Path) -> dict[str, list[d
     rows: dict[str, list[dict[str, Any]]] = {"layers": [], "matrices": []}
     outputs: list[Tensor] = []
     with hooked(named.values(), lambda layer, args, output: outputs.append(hidden_of(output)), after=True):
-        model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
+        model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=LAST)
     if len(outputs) != len(list(directory.iterdir())):
         return rows
     for index, (name, output) in enumerate(zip(named, outputs, strict=True)):

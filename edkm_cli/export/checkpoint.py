@@ -14,7 +14,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +30,7 @@ from edkm_cli.files import digest, write_checksums, write_json
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import EdkmConfig
 from edkm_cli.initialize.build import Recipe, Tables, no_tables
+from edkm_cli.initialize.layers import Layers
 from edkm_cli.integrity import describe_tensors, expected_tensors, skeleton, skeleton_tensors
 from edkm_cli.model_files import TensorFiles
 from edkm_cli.nn.clustered import LutLayer
@@ -69,14 +70,15 @@ class DenseFormat:
     wider: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: Any, dtype: torch.dtype, stored: Mapping[str, torch.dtype], world: World = ALONE) -> Self:
+    def of(cls, layers: Layers, dtype: torch.dtype, stored: Mapping[str, torch.dtype], world: World = ALONE) -> Self:
         """Of a model as it was loaded, before anything trains. What the source has `stored` with more bytes keeps them, and
         so does a tensor that its files do not name, or that are not at hand, where `dtype` would round it."""
         wider = {name for name, kind in stored.items() if kind.itemsize > dtype.itemsize}
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name in sorted(tensors.keys() - stored.keys()):
-            tensor = local(tensors[name].detach())
-            narrower = tensor.is_floating_point() and not tensor.is_meta and dtype.itemsize < tensor.dtype.itemsize
+        tensors = chain(layers.model.named_parameters(), layers.model.named_buffers())
+        unknown = {name for name, tensor in tensors if name not in stored and tensor.dtype.itemsize > dtype.itemsize}
+        for name, value in chain(layers.named_parameters() if unknown else (), layers.model.named_buffers()):
+            tensor = local(value.detach())
+            narrower = name in unknown and tensor.is_floating_point()
             if world.any(narrower and not torch.equal(tensor, tensor.to(dtype).to(tensor.dtype))):
                 wider.add(name)
         return cls(dtype, frozenset(wider))

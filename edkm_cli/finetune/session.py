@@ -149,7 +149,7 @@ class PackedSession(Session):
 
     def dense_format(self, model: Any) -> DenseFormat:
         """How the files of a model as it was loaded hold what is not packed."""
-        return DenseFormat.of(model, self.architecture.dtype or torch.float32, stored_dtypes(self.directory))
+        return DenseFormat.of(Layers(model), self.architecture.dtype or torch.float32, stored_dtypes(self.directory))
 
     def digest(self, *more: Path) -> str:
         """Of the compressed model's files, and of `more`."""

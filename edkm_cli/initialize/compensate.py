@@ -19,7 +19,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.granularity import FREE, Granularity
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.nn.clustered import ClusteredLinear, LutLayer, clustered_layers, lut_layers
-from edkm_cli.nn.hooks import evaluating, hooked
+from edkm_cli.nn.hooks import LAST, evaluating, hooked
 from edkm_cli.precision import float32_products
 from edkm_cli.progress import Track, no_progress
 
@@ -285,7 +285,7 @@ def compensate(model: Any, batches: list[Tensor], *, world: World = ALONE, track
     compensation = Compensation(world, progress=progress)
     with evaluating(model), hooked(layers.values(), compensation):
         # The whole model, since sharding gathers embeddings for it alone; of the logits only the last.
-        model(input_ids=torch.cat(batches).to(world.device), use_cache=False, logits_to_keep=1)
+        model(input_ids=torch.cat(batches).to(world.device), use_cache=False, logits_to_keep=LAST)
     for _ in progress:  # layers that were not reached
         pass
     compensation.keep()

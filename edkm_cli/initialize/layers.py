@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.nn.hooks import LayerCall, Reached, decoder_layers, entering, hidden_of, hooked, layer_calls
+from edkm_cli.nn.hooks import LAST, LayerCall, Reached, decoder_layers, entering, hidden_of, hooked, layer_calls
 from edkm_cli.precision import bfloat16_linears
 
 _MEMORY_BYTES = 2**24  # of hidden states that wait for their turn; more of them do so on disk
@@ -96,7 +96,7 @@ class Layers:
         """What each layer is called with, for texts (batch, sequence): the hidden states of all but the first are those
         that enter the first. No layer computes anything."""
         with self._passing_on(ids, lambda hidden: hidden) as layers:
-            return layer_calls(lambda: self.model(input_ids=ids, use_cache=False, logits_to_keep=1), layers)
+            return layer_calls(lambda: self.model(input_ids=ids, use_cache=False, logits_to_keep=LAST), layers)
 
     def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """The model's logits for what its last layer gave, (batch, sequence, hidden)."""

@@ -22,7 +22,7 @@ from edkm_cli.initialize.compensate import Compensation, gets_too_few
 from edkm_cli.initialize.corrections import Corrections
 from edkm_cli.initialize.layers import HiddenStates, Layers, run
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
-from edkm_cli.nn.hooks import LayerCall, changed, evaluating, hooked
+from edkm_cli.nn.hooks import LayerCall, changed, evaluating, hooked, without_dropout
 from edkm_cli.precision import bfloat16_autocast
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.runtime.experts import Experts
@@ -163,6 +163,7 @@ class _Block:
         fused = None if hidden.is_meta else True  # a step needs no memory of its own
         optimizer = torch.optim.Adam(groups, betas=_BETAS, fused=fused)
         self.module.train()
+        without_dropout(self.module)
         for step, pick in enumerate(picks):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * learning_rate_factor(step, len(picks), _WARMUP, last=0.05)

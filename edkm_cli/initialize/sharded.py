@@ -189,9 +189,9 @@ def open_layers(
     if widened or not all(name in reader for name in names - tied):
         return None
     inside = tuple(f"{path}." for path in decoder_layers(model))
-    _read_rest(model, reader, dtype, device, leave=tied | {name for name in names if name.startswith(inside)})
+    _read_rest(model, reader, None, device, leave=tied | {name for name in names if name.startswith(inside)})
     model.config.dtype = dtype
-    return Layers(model.eval(), partial(_read, reader, dtype, device))
+    return Layers(model.eval(), partial(_read, reader, None, device))
 
 
 def _empty(
@@ -211,6 +211,9 @@ def _empty(
     # Parameters only: buffers (rotary frequencies) are in no file, they are computed when the model is built.
     with init_empty_weights(include_buffers=False):
         model = build(architecture, dtype=dtype, trust_remote_code=trust)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):  # what transformers keeps in float32
+        if any(re.search(part, name) for part in model._get_dtype_plan(dtype)):
+            value.data = value.data.float()
     if (directory / "generation_config.json").is_file():
         with models.loading(source):
             model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -221,8 +224,11 @@ def _empty(
     return model, reader, {name for name in tied if name not in reader}
 
 
-def _read(reader: StoredModel, dtype: torch.dtype, device: str, path: str, module: nn.Module, leave: Any = ()) -> None:
-    """Fill the parameters of the module at `path` that are still empty, but those in `leave`, and stored buffers."""
+def _read(
+    reader: StoredModel, dtype: torch.dtype | None, device: str, path: str, module: nn.Module, leave: Any = ()
+) -> None:
+    """Fill the parameters of the module at `path` that are still empty, but those in `leave`, and stored buffers; in
+    `dtype`, or each in its own."""
     prefix = f"{path}." if path else ""
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if not parameter.is_meta or prefix + name in leave:
@@ -234,14 +240,15 @@ def _read(reader: StoredModel, dtype: torch.dtype, device: str, path: str, modul
         inside, _, leaf = name.rpartition(".")
         owner = module.get_submodule(inside)
         # A copy: where a file holds it at an odd address, some processors' products differ in the last bit.
-        setattr(owner, leaf, nn.Parameter(tensor.to(device, dtype, copy=True), requires_grad=parameter.requires_grad))
+        tensor = tensor.to(device, dtype or parameter.dtype, copy=True)
+        setattr(owner, leaf, nn.Parameter(tensor, requires_grad=parameter.requires_grad))
     state = module.state_dict()
     for name, buffer in module.named_buffers(remove_duplicate=False):
         if name in state and prefix + name in reader:
             buffer.data = reader.get(prefix + name).to(buffer.device, buffer.dtype)  # a router's correction, say
 
 
-def _read_rest(model: Any, reader: StoredModel, dtype: torch.dtype, device: str, *, leave: set[str]) -> None:
+def _read_rest(model: Any, reader: StoredModel, dtype: torch.dtype | None, device: str, *, leave: set[str]) -> None:
     """Fill what is left of a model but `leave`, on the device with its buffers. Raises UserError for a tensor that the model
     has no place for, but those that its family is known to carry."""
     _read(reader, dtype, device, "", model, leave)

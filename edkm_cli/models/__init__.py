@@ -195,9 +195,9 @@ def skeleton(source: ModelSource, config: Any) -> Any:
         model = model_files.build(own, trust_remote_code=source.trust_remote_code)
         if not {"logits_to_keep", "kwargs"} & signature(model.forward).parameters.keys():
             raise UserError(f"{rule} describes one whose forward takes no logits_to_keep; give its code that argument")
-        if source.splits:
-            split_experts(model)
-        return model
+    if source.splits:
+        split_experts(model)
+    return model
 
 
 def load_dense(

@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_leaves
 from edkm_cli.errors import UserError
 from edkm_cli.runtime.experts import with_one_expert
 
+LAST = torch.tensor([-1])
+"""The last token, as `logits_to_keep`: told by a number, Gemma 4 cuts its states to it, too."""
+
 
 @contextmanager
 def hooked(
@@ -68,6 +71,15 @@ def frozen(model: nn.Module) -> Iterator[None]:
             model.get_parameter(name).requires_grad_(True)
 
 
+def without_dropout(model: nn.Module) -> None:
+    """Take away the dropout of a family, noise beside what a teacher says; an adapter keeps its own. Layers of transformers
+    hold it as numbers that their forward reads."""
+    for module in (module for path, module in model.named_modules() if "lora" not in path):
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
+                setattr(module, name, 0.0)
+
+
 def language_model(model: Any) -> str:
     """The path, with a dot at its end, of what computes with text in a model that reads images, too; "" in others."""
     if model.config.get_text_config(decoder=True) is model.config:
@@ -85,8 +97,8 @@ def decoder_layers(model: Any) -> dict[str, nn.Module]:
     kinds, inside = set(getattr(model, "_no_split_modules", None) or ()), language_model(model)
     modules = {name: module for name, module in model.named_modules() if name.startswith(inside)}
     named = {name: module for name, module in modules.items() if type(module).__name__ in kinds}
-    if named:
-        return named
+    if named:  # some families name parts of their layers, too
+        return {path: module for path, module in named.items() if not any(path.startswith(f"{one}.") for one in named)}
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     lists = {
         name: module
@@ -143,18 +155,32 @@ def layer_calls(run: Callable[[], Any], layers: Sequence[nn.Module]) -> list[Lay
 @lru_cache(maxsize=1)  # asked again for each setting that a dry run tries
 @torch.enable_grad()
 def layers_form_a_chain(skeleton: Any) -> bool:
-    """Whether the decoder layers of a model on the meta device are known to get nothing of a text but hidden states.
+    """Whether the decoder layers of a model on the meta device are known to get nothing of a text but hidden states, each
+    once those of the layer before it.
 
     Where they get more of it, as gemma3n's an embedding of each token, that comes from parameters and carries a gradient;
     masks and positions are the same for all texts of a shape.
     """
     model = with_one_expert(skeleton).eval()  # a copy: a pass may leave tensors in it
-    first = next(iter(decoder_layers(model).values()))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        ids = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    layers, ids = decoder_layers(model).values(), torch.zeros(1, 4, dtype=torch.int64, device="meta")
+
+    def passes(tuples: bool) -> bool:
+        entered, given = list[Tensor](), list[Any]()
+
+        def pass_on(*args: Any, **kwargs: Any) -> Any:
+            entered.append(entering(args, kwargs))
+            given.extend(tree_leaves((args, kwargs)))
+            return (entered[-1],) if tuples else entered[-1]
+
+        for layer in layers:
+            layer.forward = pass_on
         try:
-            (call,) = layer_calls(lambda: model(input_ids=ids, use_cache=False), [first])
-        except Exception:  # code that came with a model may look at values, or call its layers otherwise
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                model(input_ids=ids, use_cache=False)
+        except Exception:  # the other kind, or code that came with a model and looks at values
             return False
-    beside = tree_leaves((call.args, call.kwargs))
-    return call.hidden.dim() == 3 and not any(isinstance(x, Tensor) and (x is ids or x.requires_grad) for x in beside)
+        once = len(entered) == len(layers) and all(hidden is entered[0] for hidden in entered)
+        beside = [x for x in given if isinstance(x, Tensor) and x is not entered[0]]
+        return once and entered[0].dim() == 3 and not any(x is ids or x.requires_grad for x in beside)
+
+    return passes(False) or passes(True)

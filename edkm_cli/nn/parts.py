@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from edkm_cli.distributed import full
-from edkm_cli.nn.hooks import evaluating, hooked
+from edkm_cli.nn.hooks import LAST, evaluating, hooked
 
 _PROBE_TOKENS = 8
 
@@ -66,7 +66,7 @@ class Parts:
 
     def states(self, **inputs: Any) -> Tensor:
         """The states (batch, sequence, n) of a forward pass; differentiable."""
-        return self._model(**inputs).logits if self._shell is None else self._pass(**inputs, logits_to_keep=1)[0][0]
+        return self._model(**inputs).logits if self._shell is None else self._pass(**inputs, logits_to_keep=LAST)[0][0]
 
     def _pass(self, **inputs: Any) -> tuple[list[Tensor], Tensor]:
         """What the decoder gave in a pass of the model, and its logits."""

@@ -19,7 +19,7 @@ from edkm_cli.format import DENSE_BITS, QuantizationSpec
 from edkm_cli.granularity import Granularity, Override
 from edkm_cli.nn.hooks import language_model
 from edkm_cli.runtime import embeddings
-from edkm_cli.runtime.experts import Experts, fuse_experts, is_expert, split_experts
+from edkm_cli.runtime.experts import fuse_experts, is_expert, split_experts
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear, is_plain_linear
 from edkm_cli.targets import falls_back
 
@@ -91,7 +91,7 @@ def plan_swaps(model: Any, *, embedding_bits: int = DENSE_BITS, skip: tuple[str,
         if not reason and leaf == "dt_proj" and hasattr(model.get_submodule(parent), "x_proj"):
             reason = "a Mamba time step, which multiplies by the weight and is not called"
         if not reason and not is_expert(name) and _is_router(model, name):
-            reason = "a router, which chooses experts"
+            reason = "a router, which chooses experts or tokens"
         swaps.append(Swap(name, role, (module.weight.shape[0], module.weight.shape[1]), reason))
     if unused:
         raise UserError(f"--skip must match a linear or embedding, but {sorted(unused)} match none; see --dry-run")
@@ -110,11 +110,13 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _is_router(model: nn.Module, name: str) -> bool:
-    """Whether this linear gives a number for each of the experts beside it."""
-    path = name.rpartition(".")[0]
-    blocks: list[Any] = [model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])]
-    experts = [child for block in blocks for child in block.children() if isinstance(child, Experts)]
-    return any(model.get_submodule(name).out_features == child.count for child in experts)
+    """Whether this linear chooses among the experts beside it, or among tokens (an indexer): it has no gradient there."""
+    *path, leaf = name.split(".")
+    blocks: list[Any] = [model.get_submodule(".".join(parent)) for parent in (path, path[:-1])]
+    linear: Any = model.get_submodule(name)
+    counts = {getattr(child, "num_experts", None) for block in blocks for child in block.children()}
+    counted = leaf not in ("gate_proj", "up_proj") and linear.weight.shape[0] in counts
+    return counted or not {"router", "indexer"}.isdisjoint([*path[-2:], leaf])
 
 
 def _other_matrices(path: str, module: nn.Module) -> list[Swap]:

@@ -16,7 +16,8 @@ from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.export.ownership import listing
 from edkm_cli.export.source import Compressed
-from edkm_cli.model_files import TensorFiles, files_digest
+from edkm_cli.initialize.sharded import StoredModel
+from edkm_cli.model_files import files_digest
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.report.inspection import describe
 from edkm_cli.report.read import RunFiles
@@ -60,7 +61,8 @@ def measure_weights(run: RunFiles, *, trust_remote_code: bool = False, track: Tr
     linears = [tensor.module for tensor in compressed.linears]
     errors, histograms = {}, []
     try:
-        reference = TensorFiles(_original_directory(run))
+        directory, split = _original_directory(run), compressed.spec.split_experts
+        reference = StoredModel(compressed.dense_skeleton(), directory, split=split)
         sample = set(_representative(linears))
         for name in track(linears, "comparing layers", len(linears)):
             given, restored = reference.get(f"{name}.weight"), compressed.dense(f"{name}.weight")
@@ -89,7 +91,7 @@ def place(name: str) -> tuple[str, str]:
     ('up_proj', '3')
     """
     layer = re.search(r"\.(\d+)\.", name)
-    return name.rpartition(".")[2], layer[1] if layer else "-"
+    return re.sub(r"\.\d+$", "", name).rpartition(".")[2], layer[1] if layer else "-"
 
 
 def _original_directory(run: RunFiles) -> Path:

@@ -29,7 +29,8 @@ from edkm_cli.serve.vllm_layers import PackedEmbeddingMethod, PackedLinearMethod
 # What vLLM joins where a model does not say it otherwise, and what files may hold joined already.
 _JOINED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 # Queries, keys and values of one head after another, which vLLM puts in another order as it reads: of dense weights alone.
-_IN_TURNS = ("BloomForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM", "RWForCausalLM")
+_IN_TURNS = ("BloomForCausalLM", "FalconForCausalLM", "GPTNeoXForCausalLM", "RWForCausalLM", "PersimmonForCausalLM",
+             "Llama4ForCausalLM")  # fmt: skip
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings")  # vLLM gives most no name
 
 

@@ -25,7 +25,7 @@ from edkm_cli.errors import Preempted, UserError, explained
 from edkm_cli.files import written_whole
 from edkm_cli.memory import MarshalSavedTensors, Shard, Uniquify
 from edkm_cli.nn.clustered import ClusteredLinear, clustered_layers
-from edkm_cli.nn.hooks import evaluating
+from edkm_cli.nn.hooks import evaluating, without_dropout
 from edkm_cli.nn.parts import Parts
 from edkm_cli.nn.swap import freeze_dense_embeddings
 from edkm_cli.progress import Track, no_progress
@@ -204,6 +204,7 @@ def prepare(model: Any, config: TrainingSettings, world: World) -> None:
     if world.size > 1 and any(layer.clustering.method == "dkm" for layer in layers.values()):
         share_saved_maps(layers)
     model.train()
+    without_dropout(model)
 
 
 @dataclass
