@@ -33,8 +33,7 @@ def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
     """A file that must hold a JSON object. Raises UserError, ending in `remedy`, for one that does not, or is larger or
     nested deeper than any of ours."""
     try:
-        size = path.stat().st_size
-        if size > _MAX_JSON_BYTES:
+        if (size := path.stat().st_size) > _MAX_JSON_BYTES:
             raise ValueError(f"{size} bytes are more than the {_MAX_JSON_BYTES} that are read")
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
@@ -104,10 +103,9 @@ def whole_record(path: Path) -> dict[str, Any] | None:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         files = record.get("files") or {f"{path.stem}.safetensors": record["sha256"]}  # as it was before
-        whole = all(sha256_of(path.with_name(name)) == sha256 for name, sha256 in files.items())
+        return record if all(sha256_of(path.with_name(name)) == sha256 for name, sha256 in files.items()) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    return record if whole else None
 
 
 def write_checksums(directory: Path, names: Iterable[str]) -> None:
@@ -136,8 +134,7 @@ def verify_checksums(directory: str | Path) -> None:
             raise UserError(f"{listing} must name files of its own directory, got {shown(name)}; {remedy}")
         if not path.is_file():  # a name too long for the system is missing, too
             raise UserError(f"{path} is missing, but {CHECKSUMS} names it; {remedy}")
-        found = path.stat().st_size
-        if found != size:
+        if (found := path.stat().st_size) != size:
             raise UserError(f"{path} must have {size} bytes, got {found} (truncated, or saved anew?); {remedy}")
         if sha256_of(path) != digest:
             raise UserError(f"{path} does not have the sha256 in {CHECKSUMS} (altered or damaged); {remedy}")
@@ -145,8 +142,7 @@ def verify_checksums(directory: str | Path) -> None:
 
 def require_room(folder: Path, needed: int, what: str, remedy: str) -> None:
     """Raises UserError, beginning with `what` needs it and ending in `remedy`, unless the disk has so many bytes free."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+    if (free := shutil.disk_usage(folder).free) < needed:
         room = f"{needed / 1e6:.0f} MB on the disk of {folder}, which has {free / 1e6:.0f} MB free"
         raise UserError(f"{what} {room}; {remedy}")
 

@@ -257,12 +257,10 @@ def coerce(name: str, value: Any, hint: Any) -> Any:
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """A YAML file with a mapping. Raises UserError where it is none."""
-    path = Path(path)
-    if not path.is_file():
+    if not (path := Path(path)).is_file():
         raise UserError(f"--config names a file that does not exist: {path}; see configs/ for ready ones")
     try:
-        size = path.stat().st_size
-        if size > _MAX_YAML_BYTES:
+        if (size := path.stat().st_size) > _MAX_YAML_BYTES:
             raise ValueError(f"{size} bytes are more than the {_MAX_YAML_BYTES} that are read")
         text = path.read_text(encoding="utf-8")
         brackets = (1 if sign in "[{" else -1 for sign in text if sign in "[]{}")  # those in texts count, too

@@ -132,8 +132,7 @@ def _shares(weights: Sequence[float], cycle: int) -> np.ndarray:
     """Sequences of each source in a cycle, by largest remainders; at least one each, where a cycle has so many."""
     exact = np.array(weights, np.float64) / sum(weights) * cycle
     shares = np.maximum(np.floor(exact).astype(np.int64), int(cycle >= len(weights)))
-    by_rest = np.argsort(shares - exact, kind="stable")
-    shares[by_rest[: max(0, cycle - shares.sum())]] += 1
+    shares[np.argsort(shares - exact, kind="stable")[: max(0, cycle - shares.sum())]] += 1
     while shares.sum() > cycle:
         shares[np.argmax(shares)] -= 1
     return shares
@@ -172,9 +171,8 @@ def plain_layout(ends: np.ndarray, sequence_length: int, long_records: str = SPL
     at = np.concatenate([[0], np.cumsum(lengths)])
     borders = np.unique(np.concatenate([at[at < used], np.arange(0, used + 1, sequence_length)]))
     stretch = np.searchsorted(at, borders[:-1], side="right") - 1
-    slice_starts = starts[stretch] + borders[:-1] - at[stretch]
     first = np.searchsorted(borders[:-1], np.arange(0, used + 1, sequence_length))
-    return Layout(slice_starts, np.diff(borders), first, total - used, split)
+    return Layout(starts[stretch] + borders[:-1] - at[stretch], np.diff(borders), first, total - used, split)
 
 
 def packed_layout(ends: np.ndarray, sequence_length: int, long_records: str = SPLIT) -> Layout:
@@ -202,8 +200,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     free = 0
     for index in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[index])
-        fits = free >> length
-        if fits:
+        if fits := free >> length:
             room = length + (fits & -fits).bit_length() - 1
             chosen = with_room[room].pop()
             if not with_room[room]:
@@ -212,8 +209,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
         else:
             room, chosen = capacity, len(bins)
             bins.append([index])
-        left = room - length
-        if left:
+        if left := room - length:
             with_room[left].append(chosen)
             free |= 1 << left
     return bins
@@ -266,15 +262,14 @@ class Sequences:
         positions = np.zeros(self._length, np.int64)
         at = 0
         for start, length in self.layout.slices(index):
-            end = at + length
             for store, first in zip(self._stores, self._starts.tolist(), strict=False):
                 low, high = max(start - first, 0), min(start + length - first, len(store))
                 if low < high:
                     here = slice(at + first + low - start, at + first + high - start)
                     ids[here], learnt[here] = store.ids(low, high), store.trained(low, high)
-            positions[at:end] = np.arange(length)
+            positions[at : at + length] = np.arange(length)
             if self._packing:
                 learnt[at] = False  # a document's first token has nothing that it follows from
-            at = end
+            at += length
         positions[at:] = np.arange(self._length - at)
         return ids, learnt, positions

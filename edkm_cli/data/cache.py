@@ -54,8 +54,7 @@ def cached_store(
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:32]
     directory = root / key
     with locked(root / f"{key}.lock", say, "tokenizing the same data") as waited:  # then it was made again just now
-        store = None if options.rebuild_cache and not waited else open_store(directory, settings)
-        if store is not None:
+        if (waited or not options.rebuild_cache) and (store := open_store(directory, settings)) is not None:
             return store
         if directory.exists():
             say(f"the tokens in {directory} {'' if options.rebuild_cache else 'are damaged, and '}are made again")

@@ -123,13 +123,10 @@ class Encoder:
 
     def _answers(self, documents: list[Document]) -> list[tuple[list[int], np.ndarray]]:
         """A token is learnt where all of it is in an answer: one that begins in the prompt is the prompt's."""
-        texts = [document.text for document in documents]
-        if not self.tokenizer.is_fast:
+        if not documents or not self.tokenizer.is_fast:
             return [self._answers_by_length(document) for document in documents]
-        if not texts:
-            return []
         options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
-        rows = self.tokenizer(texts, add_special_tokens=False, **options)
+        rows = self.tokenizer([document.text for document in documents], add_special_tokens=False, **options)
         result = []
         for ids, offsets, document in zip(rows["input_ids"], rows["offset_mapping"], documents, strict=True):
             start, end = np.array(offsets, np.int64).reshape(-1, 2).T

@@ -289,7 +289,6 @@ def _items(path: Path) -> Iterator[Any]:
                 last = _END.match(text, at)
                 if last and bool(last[1]) == (count == 0) and last.end() == len(text):
                     return
-                why = "something follows the list" if last else f"item {count + 1}: {error}"
-                raise ValueError(why) from error
+                raise ValueError("something follows the list" if last else f"item {count + 1}: {error}") from error
             at, count = end, count + 1
             yield item

@@ -130,10 +130,9 @@ def _content_of(record: Any, where: str, column: str | None) -> Document | _Chat
         return Document(_text(record["text"], "text", where))
     if known:
         return _Chat([])
-    raise UserError(
-        "a record must be a string, or have 'text', 'messages', 'conversations', 'prompt' and 'completion', or Alpaca's "
-        f"'instruction' and 'output'; but {where} has {_fields(record)}; name the field with --data-column in training"
-    )
+    rule = "a record must be a string, or have 'text', 'messages', 'conversations', 'prompt' and 'completion'"
+    given = f"{where} has {_fields(record)}; name the field with --data-column in training"
+    raise UserError(f"{rule}, or Alpaca's 'instruction' and 'output'; but {given}")
 
 
 def _fields(record: Mapping[str, Any]) -> str:
@@ -168,8 +167,7 @@ def _present(value: Any) -> Any:
 def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A message with `role` and `content`; ShareGPT's `from` and `value` in their places, empty fields left out."""
     if "from" in turn and "value" in turn:
-        role = _ROLES.get(str(turn["from"]).lower())
-        if role is None:
+        if (role := _ROLES.get(str(turn["from"]).lower())) is None:
             raise UserError(f"a turn must be from one of {', '.join(_ROLES)}, one in {where} is from {turn['from']!r}")
         turn = {**turn, "role": role, "content": turn["value"] or ""}
     message = {name: _present(value) for name, value in turn.items() if value is not None or name == "content"}

@@ -82,8 +82,7 @@ def repeated(sources: Sequence[Source]) -> dict[str, str]:
     for source in sources:
         texts: dict[object, str] = {path.resolve(): str(path) for path in source.files}
         texts = texts or {(source.kind, source.repository or source.name, source.config, source.split): source.name}
-        twice = [text for key, text in texts.items() if key in seen]
-        if twice:
+        if twice := [text for key, text in texts.items() if key in seen]:
             twice_named[source.name] = twice[0]
         seen.update(texts)
     return twice_named
@@ -106,10 +105,9 @@ def parse_source(name: str, option: str = "--data") -> Source:
             source = Source(text, "hub", repository=repository, config=config, split=split)
         source = source or _local_set(text)
     if source is None:
-        raise UserError(
-            f"{option} must be {', '.join((*NAMED, BUILTIN, PROSE))} or a file, glob or directory "
-            f"({', '.join(SUFFIXES)}), or a data set of the hub as owner/name[:config][@split], got {text!r}"
-        )
+        rule = f"{option} must be {', '.join((*NAMED, BUILTIN, PROSE))} or a file, glob or directory"
+        hub = f"a data set of the hub as owner/name[:config][@split], got {text!r}"
+        raise UserError(f"{rule} ({', '.join(SUFFIXES)}), or {hub}")
     return replace(source, weight=weight, option=option)
 
 

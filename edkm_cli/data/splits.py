@@ -89,10 +89,9 @@ def _explained(source: Source, error: Exception) -> UserError:
     choices = re.search(r"\[('.*?')\]", text)
     there = choices[1].replace("'", "") if choices else ""
     if "OfflineModeIsEnabled" in text:
-        return UserError(
-            f"{source} could not be loaded: the Hugging Face hub does not answer, and the cache of `datasets` "
-            "has no copy of it; check the network and HF_HUB_OFFLINE, or give a local file or 'builtin'"
-        )
+        rule = f"{source} could not be loaded: the Hugging Face hub does not answer"
+        remedy = "check the network and HF_HUB_OFFLINE, or give a local file or 'builtin'"
+        return UserError(f"{rule}, and the cache of `datasets` has no copy of it; {remedy}")
     if "Config" in text and there:
         rule = f"{source} needs one of its configurations, which are {there}, but {source.config or 'none'} is given"
         return UserError(f"{rule}; write it as {re.split('[:@]', source.name)[0]}:{there.split(',')[0]}")

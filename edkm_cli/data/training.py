@@ -1,6 +1,5 @@
 """The texts of a run: sources to train on, each as a store of tokens, what a report says of them, and what is measured, a
-source as one text, tokenized once, as the perplexity protocol asks.
-"""
+source as one text, tokenized once, as the perplexity protocol asks."""
 
 import filecmp
 import hashlib
@@ -110,10 +109,9 @@ def overlaps(trained: TrainingData, measured: Mapping[str, list[str]], *, say: S
     shared = {name: trained.overlap(documents) for name, documents in measured.items()}
     for name, (trained_on, of) in shared.items():
         if trained_on:
-            say(
-                f"WARNING: {trained_on} of {of} documents and lines of {name}, on which perplexity is measured, are in the "
-                "training data, too: the perplexity will look better than it is; take them out of one of the two"
-            )
+            both = f"{trained_on} of {of} documents and lines of {name}, on which perplexity is measured"
+            worse = "the perplexity will look better than it is; take them out of one of the two"
+            say(f"WARNING: {both}, are in the training data, too: {worse}")
     return shared
 
 
@@ -144,9 +142,7 @@ def open_training_data(
                 raise UserError(f"{source} is text that the model writes, which only `edkm compress` can do")
             stores.append(written)
             continue
-        limit = token_limit
-        if limit is not None and source.weight is not None:
-            limit = math.ceil(limit * source.weight / total)
+        limit = math.ceil(token_limit * source.weight / total) if token_limit and source.weight else token_limit
         store = _open(source, tokenizer, options, limit, say)
         if not len(store) or not store.counts.trained:
             rule = f"{source} has nothing to learn: {store.counts.documents} documents with text, {store.counts.empty}"
@@ -161,7 +157,6 @@ def _open(source: Source, tokenizer: Any, options: TextSettings, token_limit: in
     encoder = Encoder(tokenizer, options, sampled=sampled)
     if whole:
         return memory_store(read_split(source, TRAIN, options), encoder)
-    limit = token_limit if streams(source, options) else None
     settings: dict[str, Any] = {
         "store": FORMAT,
         "source": source_identity(source),
@@ -169,7 +164,7 @@ def _open(source: Source, tokenizer: Any, options: TextSettings, token_limit: in
         "encoding": {"column": options.data_column, "train_on": options.train_on},
         "reading": {"column": options.data_column, "streaming": options.streaming},
         "sampled": sampled,
-        "token_limit": limit,
+        "token_limit": token_limit if streams(source, options) else None,
     }
 
     def parts() -> Any:
