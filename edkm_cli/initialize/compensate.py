@@ -137,21 +137,17 @@ def gets_too_few(layer: LutLayer) -> bool:
 def few_tokens(model: nn.Module, say: Callable[[str], None]) -> dict[str, int]:
     """Tokens of the experts' matrices that `gets_too_few` is true of, by name; `say` gets a warning."""
     layers: dict[str, Any] = {name: layer for name, layer in lut_layers(model).items() if gets_too_few(layer)}
-    few = {name: int(layer.tokens) for name, layer in layers.items()}
-    if few:
+    if few := {name: int(layer.tokens) for name, layer in layers.items()}:
         least = min(few, key=few.__getitem__)
-        say(
-            f"{len(few)} matrices of experts got too few tokens to be compensated, and start as k-means leaves them (the "
-            f"fewest: {few[least]}, {least}); more --start-tokens reach more of them"
-        )
+        rule = f"{len(few)} matrices of experts got too few tokens to be compensated, and start as k-means leaves them"
+        say(f"{rule} (the fewest: {few[least]}, {least}); more --start-tokens reach more of them")
     return few
 
 
 def rerouted(model: nn.Module, say: Callable[[str], None]) -> dict[str, float]:
     """The share of the start's tokens that go to other experts than in the uncompressed model, by path of the experts."""
     blocks: dict[str, Any] = {name: m for name, m in model.named_modules() if hasattr(m, "rerouted")}
-    shares = {name: round(experts.rerouted, 4) for name, experts in blocks.items()}
-    if shares:
+    if shares := {name: round(experts.rerouted, 4) for name, experts in blocks.items()}:
         most = max(shares, key=shares.__getitem__)
         mean = sum(shares.values()) / len(shares)
         say(f"{mean:.1%} of the tokens get other experts than uncompressed, at most {shares[most]:.1%} ({most})")
@@ -193,10 +189,8 @@ class Compensation:
                 del x
             else:
                 self._hessian = self._corrections.hessian(layer, inputs[0])
-            self._order = self._hessian.diagonal().argsort(descending=True, stable=True)
-            self._factor = inverse_factor(
-                self._hessian[self._order][:, self._order], damping=self._damping, dtype=torch.float32
-            )
+            self._order = order = self._hessian.diagonal().argsort(descending=True, stable=True)
+            self._factor = inverse_factor(self._hessian[order][:, order], damping=self._damping, dtype=torch.float32)
         weight: Tensor = layer.weight
         if self._corrections is not None:
             weight = self._corrections.target(layer, inputs[0], self._times_inverse, self._damping)
@@ -240,11 +234,8 @@ class Compensation:
             weighted = wanted @ self._hessian
         for _ in range(_ROUNDS):
             if weighted is not None:
-                now = layer.centroids.detach()
-                if grid.palette == FREE:
-                    fitted = fitted_tables(weighted, indices, self._hessian, now, granularity)
-                else:
-                    fitted = fitted_grid(wanted, weighted, indices, self._hessian, now, grid)
+                about, free = (weighted, indices, self._hessian, layer.centroids.detach()), grid.palette == FREE
+                fitted = fitted_tables(*about, granularity) if free else fitted_grid(wanted, *about, grid)
                 layer.centroids.data.copy_(fitted)
             errors = (lookup(indices, layer.lut(), granularity=granularity).float() - wanted) @ hessian
             kernels.descend(indices, errors, row_entries(layer).float(), hessian, _SWEEPS)
@@ -285,9 +276,8 @@ def compensate(model: Any, batches: list[Tensor], *, world: World = ALONE, track
     compensation = Compensation(world, progress=progress)
     with evaluating(model), hooked(layers.values(), compensation):
         # The whole model, since sharding gathers embeddings for it alone; of the logits only the last.
-        model(input_ids=torch.cat(batches).to(world.device), use_cache=False, logits_to_keep=LAST)
-    for _ in progress:  # layers that were not reached
-        pass
+        model(input_ids=torch.cat(batches).to(world.device), use_cache=False, logits_to_keep=1)
+    list(progress)  # layers that were not reached
     compensation.keep()
 
 

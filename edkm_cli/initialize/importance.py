@@ -180,8 +180,7 @@ How = tuple[str, World, Sequence[str]]  # kind, world and moments of `collect`
 def _collecting(model: Any, names: Sequence[str], how: How, *, near: bool) -> Iterator[_Collector]:
     layers = {name: model.get_submodule(name) for name in names}
     collector = _Collector(layers, *how, near)
-    linears = [layer for layer in layers.values() if isinstance(layer, nn.Linear)]
-    with hooked(linears, collector.see, after=True):
+    with hooked([layer for layer in layers.values() if isinstance(layer, nn.Linear)], collector.see, after=True):
         yield collector
 
 

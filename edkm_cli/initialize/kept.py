@@ -32,10 +32,7 @@ from edkm_cli.nn.hooks import decoder_layers
 
 STATE = "state.json"
 _PROGRESS, _BEGUN = "progress.json", "begun"
-_REST = "rest"
-_RANDOM = "random.cpu"
-
-
+_REST, _RANDOM = "rest", "random.cpu"
 # Of a start that was interrupted: how many layers are done, bits, what `begin` was given, what `add` was given last.
 Begun = tuple[int, dict[str, int], dict[str, Tensor], dict[str, Tensor] | None]
 
@@ -75,11 +72,9 @@ class KeptStart:
 
     def begun(self) -> Begun | None:
         """What there is of a start that was interrupted; None where there is none."""
-        state = self.state(_PROGRESS)
-        if state is None:
+        if (state := self.state(_PROGRESS)) is None:
             return None
-        self._progress = state
-        done = state["layers"]
+        self._progress, done = state, state["layers"]
         tensors = dict(self._read([f"{_BEGUN}.safetensors"]))
         last = dict(self._read([f"states.{done}.safetensors"])) if done else None
         torch.set_rng_state((last or tensors)[_RANDOM])

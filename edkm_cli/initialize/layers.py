@@ -32,8 +32,7 @@ class Layers:
     """
 
     def __init__(self, model: Any, read: Callable[[str, nn.Module], None] | None = None):
-        self.model = model
-        self._read, self._stays = read, set[str]()
+        self.model, self._read, self._stays = model, read, set[str]()
         self._tuples: bool | None = None
 
     @cached_property

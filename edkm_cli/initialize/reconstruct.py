@@ -94,8 +94,7 @@ def reconstruct(
                 corrections.weigh(exact)
                 entering = compressed
                 compressed = block.compensate(entering, corrections, compensating(world, corrections))
-                picks = [*_picks(texts, passes, order)][:at_most_steps]
-                if picks:
+                if picks := [*_picks(texts, passes, order)][:at_most_steps]:
                     block.fit(entering, exact, picks)
                     for parameter in block.module.parameters():
                         world.broadcast(parameter.data)  # processors may differ in the last bit

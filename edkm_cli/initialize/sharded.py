@@ -117,9 +117,8 @@ def places(model: Any, *, split: bool = True) -> dict[str, Place]:
     held = {name: Place(names, experts=counts.get(name, 0) * (len(names) > 1)) for name, names in _held(model).items()}
     if split:
         split_experts(model)
-    blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
-    for path, block in blocks:
-        for leaf, linears in block.matrices().items():
+    for path, block in model.named_modules():
+        for leaf, linears in block.matrices().items() if isinstance(block, Experts) else ():
             for suffix, kind in (("", "weight"), ("_bias", "bias")):
                 place = held.pop(f"{path}.{leaf}{suffix}", Place(()))
                 for expert in range(len(linears)) if place.names else ():
@@ -160,8 +159,7 @@ def build_sharded(
     Raises UserError for weights that are not plain safetensors.
     """
     model, reader, tied = _empty(source, dtype, trainable=trainable)
-    blocks = decoder_layers(model)
-    for path, block in blocks.items():
+    for path, block in decoder_layers(model).items():
         _read(reader, dtype, world.device, path, block)
         block.to(world.device)
         prepare(path, block)
@@ -233,8 +231,7 @@ def _read(
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if not parameter.is_meta or prefix + name in leave:
             continue
-        tensor = reader.get(prefix + name)
-        if tensor.shape != parameter.shape:
+        if (tensor := reader.get(prefix + name)).shape != parameter.shape:
             rule = f"{prefix}{name} must have shape {tuple(parameter.shape)}, got {tuple(tensor.shape)}"
             raise UserError(f"{rule}; the weights do not belong to this config.json")
         inside, _, leaf = name.rpartition(".")
@@ -253,8 +250,7 @@ def _read_rest(model: Any, reader: StoredModel, dtype: torch.dtype | None, devic
     has no place for, but those that its family is known to carry."""
     _read(reader, dtype, device, "", model, leave)
     ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]))
-    strangers = [name for name in reader.strangers() if not ignored.search(name)]
-    if strangers:
+    if strangers := [name for name in reader.strangers() if not ignored.search(name)]:
         rule = f"the weights must hold the tensors of a {type(model).__name__}, but hold {strangers[0]}, too"
         raise UserError(f"{rule}; check that config.json belongs to them")
     model.tie_weights()

@@ -73,7 +73,6 @@ class Marks:
         nearby = []
         for node, output, distance in visits:
             for reference, further in node.metadata.get(self._key, {}).get(output, ()):
-                thing = reference()
-                if thing is not None and distance + further <= hops:
+                if (thing := reference()) is not None and distance + further <= hops:
                     nearby.append((distance + further, thing))
         return sorted(nearby, key=lambda pair: pair[0])

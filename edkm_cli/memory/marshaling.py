@@ -34,9 +34,7 @@ class _Record:
 
     def __init__(self, tensor: torch.Tensor, region: Region, stored: Stored) -> None:
         self.storage = StorageWeakRef(tensor.untyped_storage())
-        self.version = tensor._version
-        self.region = region
-        self._stored = stored
+        self.version, self.region, self._stored = tensor._version, region, stored
         self.readers: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._have_read: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._restored: torch.Tensor | None = None
@@ -80,11 +78,9 @@ class _Saved:
         """The tensor. Raises RuntimeError if it was written to."""
         root = self._root() if self._tensor is None else self._tensor
         if root is not None and root._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self._what} is at version {root._version}; expected version {self._version} instead "
-                "(found by MarshalSavedTensors)"
-            )
+            rule = "one of the variables needed for gradient computation has been modified by an inplace operation"
+            versions = f"is at version {root._version}; expected version {self._version} instead"
+            raise RuntimeError(f"{rule}: {self._what} {versions} (found by MarshalSavedTensors)")
         if self._tensor is not None:
             return self._tensor
         assert self._record is not None

@@ -152,8 +152,7 @@ class Mover:
     """
 
     def __init__(self, statistics: Statistics, *, prefetch: int) -> None:
-        self.statistics = statistics
-        self._prefetch = prefetch
+        self.statistics, self._prefetch = statistics, prefetch
         self._lane_of = cache(Lane)  # one for each device
         self._by_number: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
         self._count = 0
@@ -168,6 +167,5 @@ class Mover:
     def prefetch_before(self, number: int) -> None:
         """Start copying back the tensors that were moved just before this one, unless someone has had them already."""
         for earlier in range(number - 1, number - 1 - self._prefetch, -1):
-            moved = self._by_number.get(earlier)
-            if moved is not None and not moved.loaded:
+            if (moved := self._by_number.get(earlier)) is not None and not moved.loaded:
                 moved.prefetch()

@@ -33,8 +33,7 @@ class Shard:
 
     def pack(self, flat: torch.Tensor, store: Store) -> Stored | None:
         """Store this learner's slice, ceil(bytes / L) of them or what is left; None in a group of one."""
-        world = _world_size(self._group)
-        if world == 1:
+        if (world := _world_size(self._group)) == 1:
             return None
         data = flat.view(torch.uint8)
         self._compare(data)
@@ -50,13 +49,11 @@ class Shard:
         everyone = [torch.empty_like(report) for _ in range(_world_size(self._group))]
         dist.all_gather(everyone, report, group=self._group)
         reports = [report.tolist() for report in everyone]
-        different = [learner for learner, report in enumerate(reports) if report != reports[0]]
-        if different:
-            raise UserError(
-                f"Shard needs the same tensors on all {len(reports)} learners, but saved tensor {self._sequence} of "
-                f"learner {', '.join(map(str, different))} differs from learner 0's (its {data.numel()} bytes here); "
-                "load the same weights everywhere, and keep activations out of the sharded block"
-            )
+        if different := [learner for learner, report in enumerate(reports) if report != reports[0]]:
+            rule = f"Shard needs the same tensors on all {len(reports)} learners"
+            which = f"saved tensor {self._sequence} of learner {', '.join(map(str, different))}"
+            remedy = "load the same weights everywhere, and keep activations out of the sharded block"
+            raise UserError(f"{rule}, but {which} differs from learner 0's (its {data.numel()} bytes here); {remedy}")
 
 
 class _Sharded:

@@ -57,8 +57,7 @@ class Region:
     @classmethod
     def to_move(cls, view: View, storage_bytes: int) -> "Region":
         """What to move for this view: its own range where it is dense; the whole storage where it reads at least half
-        of it (its siblings will read the rest: one copy serves all); else only its elements, packed together.
-        """
+        of it (its siblings will read the rest: one copy serves all); else only its elements, packed together."""
         if view.distinct_bytes == view.high - view.low:
             return cls(view.low & ~15, view.high)  # where numbers of any size may begin
         if 2 * view.distinct_bytes >= storage_bytes:

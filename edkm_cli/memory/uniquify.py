@@ -37,14 +37,12 @@ class Uniquify:
 
     def __init__(self, keys: Iterable[torch.Tensor]) -> None:
         self._keys = [_Key(key) for key in keys]
-        self.packed = self.refused = 0
-        self.index_bytes = self.table_bytes = 0
+        self.packed = self.refused = self.index_bytes = self.table_bytes = 0
 
     def pack(self, flat: torch.Tensor, store: Store) -> Stored | None:
         """Store table and index through `store`, or None if no key fits."""
         for key in self._keys:
-            rows = key.rows_of(flat)
-            if rows is None:
+            if (rows := key.rows_of(flat)) is None:
                 continue
             codes = key.index()
             table = rows.index_select(0, codes.first)
@@ -68,8 +66,7 @@ class _Uniquified:
         self._table, self._index, self._rows = table, index, rows
 
     def load(self) -> torch.Tensor:
-        table = self._table.load()
-        index = self._index.load()
+        table, index = self._table.load(), self._index.load()
         words = _rows_as_words(table, self._rows)
         out = torch.empty((index.numel(), words.shape[1]), dtype=words.dtype, device=words.device)
         for chunk, numbers in zip(out.split(_CHUNK_ROWS), index.split(_CHUNK_ROWS), strict=True):
