@@ -18,8 +18,7 @@ from edkm_cli.errors import UserError, brief
 from edkm_cli.files import TORCH_DTYPES, is_plain_name, read_json, safetensors_writer, sha256_of
 from edkm_cli.format import QUANT_METHOD
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # What belongs to a model beside its weights.
 BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
                   "vocab.*", "merges.txt", "*.model", "chat_template*", "additional_chat_templates/*", "*.py",
@@ -33,7 +32,6 @@ _WHERE = ("local_files_only", "trust_remote_code", "revision", "gguf_file")  # o
 # Our own checkpoints, weights in float8 with a scale for each block (DeepSeek's), and gpt-oss' experts in FP4.
 FP8, MXFP4 = "fp8", "mxfp4"
 DECODABLE = (QUANT_METHOD, FP8, MXFP4)
-
 _DECODE_OUTSIDE = "decode it first, which --dequantize cannot: from_pretrained(...).dequantize().save_pretrained(...)"
 
 
@@ -146,8 +144,7 @@ def check_numbers(path: Path, config: Any, *, remedy: str = FETCH_AGAIN, key: st
         for value in config:
             check_numbers(path, value, remedy=remedy, key=key)
     elif isinstance(config, int) and not isinstance(config, bool):
-        counted = "vocab" not in key and any(part in key for part in _COUNTED)
-        limit = _MAX_COUNT if counted else _MAX_NUMBER
+        limit = _MAX_COUNT if "vocab" not in key and any(part in key for part in _COUNTED) else _MAX_NUMBER
         if abs(config) > limit:
             raise UserError(f"{path}: {key} must be at most {limit}, got {str(config)[:40]}; {remedy}")
 
@@ -201,11 +198,10 @@ def needs_trust(name: str) -> UserError:
 
 def needs_safetensors(name: str) -> UserError:
     """For a model whose weights are in files of another kind."""
-    return UserError(
-        f"--model {name} must have its weights in safetensors files, and has none: those of pickle (pytorch_model.bin) can "
-        "run code while they are read; convert a model that you trust, with transformers: "
-        f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(NEW), and the tokenizer likewise"
-    )
+    rule = f"--model {name} must have its weights in safetensors files, and has none"
+    why = "those of pickle (pytorch_model.bin) can run code while they are read"
+    how = f"AutoModelForCausalLM.from_pretrained({name!r}).save_pretrained(NEW), and the tokenizer likewise"
+    return UserError(f"{rule}: {why}; convert a model that you trust, with transformers: {how}")
 
 
 def stored_dtypes(directory: Path | None) -> dict[str, Any]:
@@ -294,8 +290,7 @@ def no_larger_than(
 def settle_ties(config: Any, directory: Path) -> None:
     """Let `config.tie_word_embeddings` say what the weights say, in place: where the files hold an output embedding of
     its own, which differs from the input embedding, the two are not tied, whatever the flag. transformers decides so,
-    too, while it loads; here it is known before, and for every way to read the files.
-    """
+    too, while it loads; here it is known before, and for every way to read the files."""
     if getattr(config, "tie_word_embeddings", False) and head_differs(directory):
         config.get_text_config(decoder=True).tie_word_embeddings = config.tie_word_embeddings = False
 
@@ -354,8 +349,7 @@ def from_pretrained(location: str | Path, **options: Any) -> Any:
 def quantization_method(config: Any) -> str | None:
     """The `quant_method` of a transformers configuration; None of a dense model (a GGUF file counts as one: it is
     decoded always), `unknown` where it does not say."""
-    given = getattr(config, "quantization_config", None)
-    if given is None:
+    if (given := getattr(config, "quantization_config", None)) is None:
         return None
     method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
     method = getattr(method, "value", method)
@@ -373,8 +367,7 @@ def require_unquantized(name: str, config: Any) -> None:
 def as_if_dense(name: str, config: Any) -> dict[str, Any]:
     """Let a configuration describe the decoded model, in place; returns its `quantization_config`, empty of a dense model.
     Raises UserError for what cannot be decoded here."""
-    method = quantization_method(config)
-    if method is None:
+    if (method := quantization_method(config)) is None:
         return {}
     if method not in DECODABLE:
         require_unquantized(name, config)

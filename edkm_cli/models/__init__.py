@@ -87,13 +87,11 @@ def _resolved(name: str) -> ModelSource:
             raise UserError(f"--model directory must hold a config.json, but {path} has none; give a model's directory")
         model_files.require_no_adapter(path)
         return ModelSource(name, str(path), is_local=True)
-    table = aliases()
-    if name in table:
+    if name in (table := aliases()):
         entry, architecture = table[name], dict(table[name].get("architecture", {}))
         if "gguf" not in entry:
             return ModelSource(name, entry["hub"], architecture=architecture)
-        directory = str(cache_directory() / name)
-        return ModelSource(name, directory, entry["gguf"], is_local=True, architecture=architecture)
+        return ModelSource(name, str(cache_directory() / name), entry["gguf"], is_local=True, architecture=architecture)
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or not all(name.split("/")):
         rule = f"--model must be an alias ({', '.join(sorted(table))}), a hub id (owner/name)"
         raise UserError(f"{rule}, a directory or a .gguf file, got {name!r}, which is none of these")
@@ -101,8 +99,7 @@ def _resolved(name: str) -> ModelSource:
 
 
 def _require_local(source: ModelSource) -> None:
-    path = source.path
-    if path is not None and not path.exists():
+    if (path := source.path) is not None and not path.exists():
         raise UserError(f"{source.name} is not on this machine yet (looked for {path}); run scripts/get_smollm2.sh")
 
 
@@ -122,10 +119,8 @@ def loading(source: ModelSource) -> Iterator[None]:
         if source.is_local:
             why = f"could not be read ({brief(error, 120)}); files may be missing or damaged: fetch them again"
         else:
-            why = (
-                f"could not be loaded from the Hugging Face hub as {source.location} ({brief(error)}); check the name, the "
-                "network and `hf auth login`, or give a local directory"
-            )
+            rule = f"could not be loaded from the Hugging Face hub as {source.location} ({brief(error)})"
+            why = f"{rule}; check the name, the network and `hf auth login`, or give a local directory"
         raise UserError(f"--model {name} {why}") from error
 
 
@@ -252,8 +247,7 @@ def _load_gguf(source: ModelSource) -> Any:
     beside it, which loads in a second where reading the GGUF takes twenty."""
     import transformers
 
-    decoded = _copy_of(source)
-    if not decoded.is_dir():
+    if not (decoded := _copy_of(source)).is_dir():
         options: dict[str, Any] = {"dtype": torch.bfloat16}
         if hasattr(transformers, "GgufConfig"):  # without it (before 5.2x) transformers decodes by itself
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)

@@ -13,19 +13,8 @@ from edkm_cli.config import head_size
 from edkm_cli.errors import UserError
 
 # Ways to split text that are GPT-2's, or differ in spaces before digits only.
-_AS_GPT2 = [
-    "default",
-    "gpt-2",
-    "gpt2",
-    "smollm",
-    "starcoder",
-    "refact",
-    "command-r",
-    "codeshell",
-    "exaone",
-    "olmo",
-    "jais",
-]
+_AS_GPT2 = ("default", "gpt-2", "gpt2", "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "olmo",
+            "jais")  # fmt: skip
 _REMEDY = "give the directory with its safetensors files"
 
 

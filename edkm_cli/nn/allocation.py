@@ -187,10 +187,9 @@ def bits_for_size(
     others = other_bytes(skeleton, swaps, spec, size_of)
     least, most = (others + sum(size_bits(swap, spec, bits) for swap in linears) / 8 for bits in (MIN_BITS, MAX_BITS))
     if not least <= target_bytes <= most:
-        raise UserError(
-            f"--target-size must be {least / 1e6:.1f} to {most / 1e6:.1f} MB for this model with --embedding-bits "
-            f"{config.embedding_bits}, got {target_bytes / 1e6:.1f} MB; give another size, or other --embedding-bits"
-        )
+        sizes = f"{least / 1e6:.1f} to {most / 1e6:.1f} MB"
+        rule = f"--target-size must be {sizes} for this model with --embedding-bits {config.embedding_bits}"
+        raise UserError(f"{rule}, got {target_bytes / 1e6:.1f} MB; give another size, or other --embedding-bits")
     return average_in(linears, spec, 8.0 * (target_bytes - others))
 
 

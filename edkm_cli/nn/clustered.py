@@ -99,8 +99,7 @@ class LutLayer(nn.Module):
         """
         if self.clustering.palette != FREE:
             return self.codes(), None
-        lut = self.lut()
-        ascending, order = lut.sort(dim=1, stable=True)
+        ascending, order = self.lut().sort(dim=1, stable=True)
         rank = order.argsort(1).float()
         renamed = lookup(self.codes(), rank, granularity=self.clustering.granularity).to(torch.uint8)
         scale = self.stored_scale()
@@ -201,8 +200,7 @@ class ClusteredLinear(LutLayer):
             # The value is the entry of each weight; the sum routes dL/dw~ to both the weight and its entry.
             indices = nearest_indices(weight, self.lut(), granularity=options.granularity)
             entries = differentiable_lookup(self._tables(), indices, options.granularity)
-            value = self.hard_weight().to(entries.dtype)
-            return value + (entries - entries.detach()) + (weight - weight.detach())
+            return self.hard_weight().to(entries.dtype) + (entries - entries.detach()) + (weight - weight.detach())
         soft, final = dense_dkm(weight, self.centroids, **self._updates)
         if options.mode == "soft":
             return soft

@@ -96,9 +96,8 @@ def decoder_layers(model: Any) -> dict[str, nn.Module]:
     """
     kinds, inside = set(getattr(model, "_no_split_modules", None) or ()), language_model(model)
     modules = {name: module for name, module in model.named_modules() if name.startswith(inside)}
-    named = {name: module for name, module in modules.items() if type(module).__name__ in kinds}
-    if named:  # some families name parts of their layers, too
-        return {path: module for path, module in named.items() if not any(path.startswith(f"{one}.") for one in named)}
+    if named := {name: module for name, module in modules.items() if type(module).__name__ in kinds}:
+        return named
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     lists = {
         name: module
@@ -106,10 +105,9 @@ def decoder_layers(model: Any) -> dict[str, nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) == count and len({type(layer) for layer in module}) == 1
     }
     if len(lists) != 1:
-        raise UserError(
-            "--sharding full and methods that work layer by layer must know the decoder layers, but "
-            f"{type(model).__name__} does not name them (_no_split_modules); use --sharding none, or another method"
-        )
+        rule = "--sharding full and methods that work layer by layer must know the decoder layers"
+        found = f"{type(model).__name__} does not name them (_no_split_modules)"
+        raise UserError(f"{rule}, but {found}; use --sharding none, or another method")
     ((path, layers),) = lists.items()
     return {f"{path}.{index}": layer for index, layer in enumerate(layers)}
 
@@ -142,8 +140,7 @@ def layer_calls(run: Callable[[], Any], layers: Sequence[nn.Module]) -> list[Lay
 
     def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rest = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-        others = args if "hidden_states" in kwargs else args[1:]
-        calls[layer] = LayerCall(entering(args, kwargs), others, rest)
+        calls[layer] = LayerCall(entering(args, kwargs), args if "hidden_states" in kwargs else args[1:], rest)
         if len(calls) == len(layers):
             raise Reached
 

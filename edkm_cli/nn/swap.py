@@ -130,8 +130,7 @@ def _keep_ties(swaps: list[Swap]) -> list[Swap]:
     """A tied head shares the embedding's fate: where one stays dense, both do."""
     swaps = [replace(swap, tied=True) if swap.role == HEAD else swap for swap in swaps]
     ends = [swap for swap in swaps if swap.role in (EMBEDDING, HEAD) and "not the token embedding" not in swap.reason]
-    reasons = [swap.reason for swap in ends if swap.reason]
-    if not reasons:
+    if not (reasons := [swap.reason for swap in ends if swap.reason]):
         return swaps
     return [replace(swap, reason=swap.reason or reasons[0]) if swap in ends else swap for swap in swaps]
 
@@ -158,8 +157,7 @@ def check_geometry(swaps: Iterable[Swap], granularity: Granularity, overrides: S
     """Raises UserError naming the first linear that the geometry does not divide."""
     for swap in swaps:
         if swap.clustered:
-            own = Override.of(overrides, swap.name).granularity or granularity
-            own.tile(*swap.shape, layer=swap.name)
+            (Override.of(overrides, swap.name).granularity or granularity).tile(*swap.shape, layer=swap.name)
 
 
 def decoder_bits_per_weight(
