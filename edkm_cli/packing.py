@@ -15,8 +15,7 @@ from torch import Tensor
 
 from edkm_cli.granularity import E3M4
 
-MIN_BITS = 1
-MAX_BITS = 8
+MIN_BITS, MAX_BITS = 1, 8
 _MOST_ENDS = 7  # of rows of an embedding that have bits of their own
 
 
@@ -174,8 +173,7 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
         raise ValueError(f"{rule}, got {tuple(packed.shape)} {packed.dtype}")
     if bits == 8:
         return packed
-    rows = packed.shape[0]
-    units = -(-columns // per_unit)
+    rows, units = packed.shape[0], -(-columns // per_unit)
     if packed.shape[1] != units * unit_bytes:
         packed = torch.nn.functional.pad(packed, (0, units * unit_bytes - packed.shape[1]))
     packed = packed.view(rows, units, unit_bytes)

@@ -56,9 +56,8 @@ class Progress(Observer):
     def _track(self, items: Iterable[Any], description: str, total: int) -> Iterable[Any]:
         live = sys.stderr.isatty()
         interval = 0.1 if live else _LOG_INTERVAL_SECONDS
-        with tqdm(
-            items, desc=description, total=total, mininterval=interval, maxinterval=interval, dynamic_ncols=live
-        ) as self._bar:
+        pace: dict[str, Any] = {"mininterval": interval, "maxinterval": interval, "dynamic_ncols": live}
+        with tqdm(items, desc=description, total=total, **pace) as self._bar:
             yield from self._bar
         self._bar = None
 

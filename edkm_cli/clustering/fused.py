@@ -95,9 +95,8 @@ def fused_dkm(
     A bfloat16 or float16 weight with one LUT goes by a table of its distinct values, every other weight is attended
     to again in backward (eDKM, arXiv 2309.00964, section 2.2, taken to its end: docs/clustering.md).
 
-    Arguments and results are those of `dense_dkm`; both results are differentiable with respect to weight and start.
-    `name` is the layer's in error messages. Raises UserError for a weight that holds NaN or Inf, too (on a GPU, NaN comes
-    out).
+    Arguments and results are those of `dense_dkm`; both results are differentiable with respect to weight and start. `name`
+    is the layer's in error messages. Raises UserError for a weight that holds NaN or Inf, too (on a GPU, NaN comes out).
     """
     tile = checked_tile(weight, centroids, granularity, layer=name)
     mass = checked_importance(importance, weight, layer=name)

@@ -112,8 +112,7 @@ class Grid:
         """The tables (groups, 2**bits) float32 that parameters (groups, numbers) stand for; differentiable."""
         if self.palette == FREE:
             return self._rounded(parameters)
-        scale, offset = self.stored(parameters)
-        return self.of_stored(scale, offset)
+        return self.of_stored(*self.stored(parameters))
 
     def of_stored(self, scale: Tensor, offset: Tensor | None) -> Tensor:
         """The tables (groups, 2**bits) float32 of stored scales and offsets (groups,)."""

@@ -17,8 +17,7 @@ from edkm_cli.kernels.closed_form import EMPTY_MASS, Passes, Spread
 from edkm_cli.kernels.layout_c import DTYPES
 from edkm_cli.kernels.tiles import Tile, to_groups
 
-_MAX_K = 32
-_MAX_GROUP = 16384
+_MAX_K, _MAX_GROUP = 32, 16384
 _CHUNK_ENTRIES = 4096  # k times the weights at a time: 32 numbers a thread in each tensor of a chunk
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 

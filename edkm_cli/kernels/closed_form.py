@@ -40,8 +40,7 @@ def centroid_dtype(weight: Tensor) -> torch.dtype:
 def relative_temperature(mean: Tensor, variance: Tensor, temperature: float) -> Spread:
     """tau = temperature * variance, kept above TAU_FLOOR."""
     tau = temperature * variance
-    held = tau < TAU_FLOOR
-    return Spread(mean, tau.clamp_min(TAU_FLOOR), torch.where(held, torch.zeros_like(tau), temperature))
+    return Spread(mean, tau.clamp_min(TAU_FLOOR), torch.where(tau < TAU_FLOOR, torch.zeros_like(tau), temperature))
 
 
 def step(centroids: Tensor, shift: Tensor, mass: Tensor) -> Tensor:

@@ -78,8 +78,7 @@ def _sum_kernel(weight, luts, grad, sums, across, columns, tile_rows, tile_colum
 def _launch(weight: Tensor, tile: Tile) -> tuple[tuple[int, int], tuple[int, int, int, int], int]:
     """(grid, (tiles across, columns, tile rows, tile columns), run length)."""
     out_features, in_features = weight.shape
-    run = min(_MAX_RUN, triton.next_power_of_2(tile[1]))
-    across = in_features // tile[1]
+    run, across = min(_MAX_RUN, triton.next_power_of_2(tile[1])), in_features // tile[1]
     return (out_features, across * triton.cdiv(tile[1], run)), (across, in_features, *tile), run
 
 

@@ -42,8 +42,7 @@ def attention(values: Tensor, centroids: Tensor, tau: Tensor) -> tuple[Tensor, T
     """(A, d), both (groups, n, k), of values (groups, n), centroids (groups, k) and tau (groups,)."""
     offset = values[:, :, None] - centroids[:, None, :]
     square = offset.square()
-    logits = (square.amin(-1, keepdim=True) - square) / tau[:, None, None]
-    return torch.softmax(logits, -1), offset
+    return torch.softmax((square.amin(-1, keepdim=True) - square) / tau[:, None, None], -1), offset
 
 
 def soft(weights: Tensor, centroids: Tensor) -> Tensor:
@@ -259,8 +258,7 @@ def sum_by_code(indices: Tensor, hessian: Tensor, k: int) -> Tensor:
 def _starts(values: Tensor, mass: Tensor, k: int) -> list[Tensor]:
     """Starting centroids (groups, k) at quantiles of mass, of count, of the value range, and of mass * distance^2."""
     size, spots = values.shape[1], (torch.arange(k, dtype=torch.float64, device=values.device) + 0.5) / k
-    by_range = values[:, :1] + (values[:, -1:] - values[:, :1]) * spots
-    starts = [values[:, (spots * size).long()], by_range]
+    starts = [values[:, (spots * size).long()], values[:, :1] + (values[:, -1:] - values[:, :1]) * spots]
     spread = (values - values.mean(1, keepdim=True)).square()
     for density in (mass, mass * spread, (mass * (spread + spread.mean(1, keepdim=True))).sqrt()):
         below = density.cumsum(1)
@@ -293,8 +291,7 @@ def kmeans(values: Tensor, importance: Tensor | None, ks: Sequence[int]) -> list
             mass = importance[first : first + at_once].double().gather(1, order)
             mass = torch.where(mass.sum(1, keepdim=True) > 0, mass, 1.0)
         mass = mass / mass.sum(1, keepdim=True)
-        sums = torch.stack((mass, mass * chunk)).cumsum(2)
-        sums = torch.nn.functional.pad(sums, (1, 0))
+        sums = torch.nn.functional.pad(torch.stack((mass, mass * chunk)).cumsum(2), (1, 0))
         for k, found in zip(ks, parts, strict=True):
             runs = [_lloyd(chunk, sums, start.sort(1).values) for start in _starts(chunk, mass, k)]
             best = torch.stack([explained for _, explained in runs]).argmax(0)

@@ -29,8 +29,7 @@ _ALL_TOKENS = 1 << 32
 @functools.cache
 def forced_path() -> str:
     """EDKM_LUT_LINEAR. Raises UserError for a path that is none."""
-    path = os.environ.get("EDKM_LUT_LINEAR") or "auto"
-    if path not in _PATHS:
+    if (path := os.environ.get("EDKM_LUT_LINEAR") or "auto") not in _PATHS:
         raise UserError(f"EDKM_LUT_LINEAR must be one of {', '.join(_PATHS)}, got {path!r}; correct or unset it")
     return path
 

@@ -1,6 +1,5 @@
 """Embeddings of a compressed model, packed as all its modules are (runtime/palettized.py): a row has one scale, or one for
-each group of its columns, and levels about zero. Parts of the rows may have bits of their own.
-"""
+each group of its columns, and levels about zero. Parts of the rows may have bits of their own."""
 
 import copy
 import math
@@ -95,8 +94,7 @@ class _RowScaled(PackedModule):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """See `PackedModule.dequantize`."""
-        factors = self._factors()
-        if factors is None:
+        if (factors := self._factors()) is None:
             decoded = [dispatch.dense(part, self.columns, dtype) for part in self.parts()]
         else:  # rounded once
             parts = (dispatch.dense(part, self.columns, torch.float32) for part in self.parts())
@@ -108,8 +106,7 @@ class _RowScaled(PackedModule):
 
     def fill(self, weight: Tensor, rounding: Rounding = NEAREST) -> None:
         """Round a dense weight (rows, columns) to the palette: the largest number of a row, or of each of its groups, or a
-        share of it, gets the first level, or its opposite. Some rows at a time: vocabularies may be large.
-        """
+        share of it, gets the first level, or its opposite. Some rows at a time: vocabularies may be large."""
         factors = torch.ones(self.columns, device=weight.device)
         if (stored := self._buffers.get("factors")) is not None:
             stored.copy_(self._best_factors(weight.detach(), rounding))
@@ -174,8 +171,7 @@ def embedding_scale(embedding: nn.Embedding) -> float | Tensor | None:
     if not isinstance(value, (int, float)):
         return None
     with torch.device("cpu"):  # a model may be in the making on the meta device
-        as_float32 = torch.tensor(float(value), dtype=torch.float32)
-        scale = as_float32 if isinstance(kept, Tensor) else float(value)
+        scale = torch.tensor(float(value), dtype=torch.float32) if isinstance(kept, Tensor) else float(value)
         rows = torch.arange(12, dtype=torch.float32).reshape(3, 4) - 5.5
         try:
             same = torch.equal(_subclass_with(embedding, rows, scale)(torch.arange(3)), rows * scale)

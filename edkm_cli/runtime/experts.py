@@ -111,9 +111,8 @@ class Experts(nn.Module):
             return
         if chosen is None or weights is None:
             reached = (hidden.view(count, -1, hidden.shape[-1]) != 0).any(-1)  # the others are multiplied by zero
-            offset = reached.shape[1]
             for expert in reached.any(-1).nonzero().flatten().tolist():
-                yield expert, reached[expert].nonzero().flatten() + expert * offset, None
+                yield expert, reached[expert].nonzero().flatten() + expert * reached.shape[1], None
             return
         for expert in chosen.unique().tolist():
             if expert < count:
@@ -154,8 +153,7 @@ def apart(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[t
     modules = dict(model.named_modules())
     for name, tensor in tensors:
         path, _, leaf = name.rpartition(".")
-        block = modules.get(path)
-        if not isinstance(block, Experts):
+        if not isinstance(block := modules.get(path), Experts):
             yield name, tensor
             continue
         projection, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"

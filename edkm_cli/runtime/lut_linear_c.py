@@ -2,9 +2,8 @@
 
 A call must cost microseconds: a small model makes a hundred of them for a token. So all that the kernel needs to know of
 matrices is one block of bytes, made once, calls go through a small extension module where Python's headers are (calls.c),
-and threads are those that PyTorch's OpenMP runtime keeps ready (threads.h), as many as `torch.set_num_threads` says.
-Results do not depend on how many. tensors.c gives the operator edkm::merged_linear, without Python between a graph and the
-kernel.
+and threads are those that PyTorch's OpenMP runtime keeps ready (threads.h), as many as `torch.set_num_threads` says. Results
+do not depend on how many. tensors.c gives the operator edkm::merged_linear, without Python between a graph and the kernel.
 """
 
 import ctypes
@@ -30,8 +29,7 @@ _MOST_PARTS = 8
 @functools.cache
 def library() -> Any:
     """The compiled kernels of this folder; None where they cannot be had."""
-    compiled = build.library(Path(__file__).parent)
-    if compiled is not None:
+    if (compiled := build.library(Path(__file__).parent)) is not None:
         number, address, block = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
         compiled.edkm_lut_linear.argtypes = (block, address, number, number, number, block, number)
         compiled.edkm_packed_rows.argtypes = (block, address, *(number,) * 5, address)
@@ -224,8 +222,7 @@ def keep(matrices: Sequence[Packed], columns: int, most_tokens: dict[torch.dtype
     most = [most_tokens[dtype] * columns for dtype in ORDER]
     first, rows = matrices[0], sum(m.indices.shape[0] for m in matrices)
     sizes = sum(m.indices.numel() for m in matrices), sum(m.table.numel() for m in matrices)
-    addresses = first.indices.data_ptr(), first.table.data_ptr()
-    head = _MERGED.pack(*addresses, *sizes, columns, rows, len(matrices), *most)
+    head = _MERGED.pack(first.indices.data_ptr(), first.table.data_ptr(), *sizes, columns, rows, len(matrices), *most)
     blocks = b"".join(prepare((matrix,), columns).block for matrix in matrices)
     room = blocks.ljust(len(blocks) // len(matrices) * _MOST_PARTS, b"\0")
     return None if library().edkm_merged_keep(head + room) else first.indices.data_ptr()

@@ -23,10 +23,8 @@ from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import lut_linear
 from edkm_cli.runtime.packed import Packed, recorded
 
-_UNCHANGED = (
-    "a packed weight cannot be changed in place; an adapter is merged by edkm merge, or into the dense model that "
-    "model.dequantize() makes"
-)
+_MERGE = "an adapter is merged by edkm merge, or into the dense model that model.dequantize() makes"
+_UNCHANGED = f"a packed weight cannot be changed in place; {_MERGE}"
 
 
 class PackedModule(nn.Module):
@@ -56,12 +54,10 @@ class PackedModule(nn.Module):
 
     def to_dense(self, dtype: torch.dtype) -> nn.Module:
         """The ordinary `nn.Linear` with the decoded weight."""
-        weight = self.dequantize(dtype)
-        rows, columns = weight.shape
-        dense = nn.Linear(columns, rows, bias=self.bias is not None, device="meta")
+        dense = nn.Linear(self.columns, self.rows, bias=self.bias is not None, device="meta")
         if self.bias is not None:
             dense.bias = nn.Parameter(self.bias.detach().to(dtype))
-        dense.weight = nn.Parameter(weight)
+        dense.weight = nn.Parameter(self.dequantize(dtype))
         return dense
 
     def weight_like(self) -> tuple[tuple[int, int], torch.dtype, torch.device]:
