@@ -54,8 +54,7 @@ def first_tokens(tokenizer: Any, rows: int) -> list[int]:
     begins = [tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>"), tokenizer.eos_token_id]
     unknown = tokenizer.unk_token_id if tokenizer.unk_token != "<|endoftext|>" else None
     for tokens in (begins, tokenizer.encode("\n", add_special_tokens=False)[-1:]):
-        usable = [token for token in tokens if isinstance(token, int) and token != unknown and 0 <= token < rows]
-        if usable:
+        if usable := [token for token in tokens if isinstance(token, int) and token != unknown and 0 <= token < rows]:
             return list(dict.fromkeys(usable))[:2]
     return [0]
 
@@ -82,8 +81,7 @@ def write_text(
         for batch in batches:
             ids = torch.tensor([begins[row % len(begins)] for row in batch], device=device).view(len(batch), -1)
             written.append(write(model, ids, length, draws[batch], steps).cpu())
-    for _ in steps:
-        pass
+    list(steps)  # to the end of its bar
     return torch.cat(written)
 
 
@@ -234,8 +232,7 @@ def self_text(
     parts = (weights_sha256, config_digest(model.config), begins, sequences, length, seed)
     key = hashlib.sha256(" ".join(map(str, parts)).encode()).hexdigest()[:32]
     path = cache_directory() / "self-text" / f"{key}.safetensors"
-    kept = kept_text(path)
-    if kept is not None and kept.shape == (sequences, length):
+    if (kept := kept_text(path)) is not None and kept.shape == (sequences, length):
         return kept
     with gathered or nullcontext():
         text = write_text(model, begins, sequences=sequences, length=length, seed=seed, track=track)

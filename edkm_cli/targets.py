@@ -120,9 +120,7 @@ def misfits(
 ) -> list[str]:
     """One sentence for each setting that the target cannot hold, with what would fit. `lut_scale` is that of all float8
     tables; None: they have several."""
-    target = TARGETS[name]
-    geometry = Granularity.parse(granularity)
-    found = []
+    target, geometry, found = TARGETS[name], Granularity.parse(granularity), []
     if palette not in target.palettes:
         best = target.palettes[0]
         found.append(f"{name} holds {best} tables, got {palette}; use --palette {best}")
@@ -166,9 +164,8 @@ def check_model(
     if architecture.get_text_config(decoder=True) is not architecture and form != "compressed-tensors":
         rule = f"{name} holds language models alone, but {architecture.model_type} reads images, too"
         raise UserError(f"{rule}; choose compressed-tensors, or --to dense")
-    units = (("columns", 1, TARGETS[name].columns), ("rows", 0, TARGETS[name].rows))
     for layer, shape in layers.items():
-        for what, side, unit in units:
+        for what, side, unit in (("columns", 1, TARGETS[name].columns), ("rows", 0, TARGETS[name].rows)):
             if shape[side] % unit:
                 rule = f"{name} holds matrices whose {what} are a multiple of {unit}, but {layer} has {shape[side]}"
                 raise UserError(f"{rule}; leave it uncompressed with --skip {layer}, or choose another format")
@@ -236,17 +233,15 @@ def repeated_layers(modules: list[str]) -> tuple[str, str, list[str]]:
     """
     layers: dict[tuple[str, str, str], list[str]] = {}
     for path in modules:
-        match = _IN_LAYER.match(path)
-        if match is None:
+        if (match := _IN_LAYER.match(path)) is None:
             raise UserError(f"any-precision holds the decoder's linears, but {path} is none; add --skip {path}")
         layers.setdefault((match[1], match[2], match[3]), []).append(match[4])
     (model, name, _), names = next(iter(layers.items()))
     for (other, list_name, number), found in layers.items():
         if (other, list_name) != (model, name) or sorted(found) != sorted(names):
-            raise UserError(
-                f"any-precision needs the same linears compressed in all decoder layers, but {other}.{list_name}.{number} "
-                "differs from the first; compress with a --skip that says the same of all"
-            )
+            rule = "any-precision needs the same linears compressed in all decoder layers"
+            which = f"{other}.{list_name}.{number} differs from the first"
+            raise UserError(f"{rule}, but {which}; compress with a --skip that says the same of all")
     return model, name, names
 
 

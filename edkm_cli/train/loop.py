@@ -1,6 +1,5 @@
 """The training loop, by accelerate: read it from top to bottom. Each step leaves a line in `metrics.jsonl`, and the same for
-the trackers of `--log-with`.
-"""
+the trackers of `--log-with`."""
 
 import json
 import math
@@ -50,8 +49,7 @@ class Metrics:
             settings = {name: one if isinstance(one, plain) else str(one) for name, one in asdict(config).items()}
             # What trackers write goes with the run; steps that a resumed run repeats replace the former ones.
             here = {"dir": str(path.parent), "settings": {"symlink": False}}  # a link would be somebody's
-            wandb = {} if "WANDB_DIR" in os.environ else here
-            options = {"tensorboard": {"purge_step": first + 1}, "wandb": wandb}
+            options = {"tensorboard": {"purge_step": first + 1}, "wandb": {} if "WANDB_DIR" in os.environ else here}
             accelerator.init_trackers("edkm", config=settings, init_kwargs=options)
 
     def write(self, record: dict[str, Any]) -> None:
@@ -115,13 +113,10 @@ def require_launch(config: TrainingSettings, world: World) -> None:
         for name in (name for name in config.log_with if name not in available):
             why = f"--log-with {name} needs a package that is not installed; pip install {name}"
             raise UserError(why, everywhere=True)
-    asked = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if asked not in ("1", str(config.gradient_accumulation)):
-        raise UserError(
-            f"accelerate launch says {asked} gradient accumulation steps and --gradient-accumulation "
-            f"{config.gradient_accumulation}; give both the same number, or only --gradient-accumulation",
-            everywhere=True,
-        )
+    asked, ours = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1"), str(config.gradient_accumulation)
+    if asked not in ("1", ours):
+        rule = f"accelerate launch says {asked} gradient accumulation steps and --gradient-accumulation {ours}"
+        raise UserError(f"{rule}; give both the same number, or only --gradient-accumulation", everywhere=True)
 
 
 def train(
@@ -225,8 +220,7 @@ class _Training:
         self._soft = any(layer.clustering.mode == "soft" for layer in self._layers.values())
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self._parts = Parts(self.model, whole=self.world.sharded)
-        offloads = self.config.offload == "cpu"
-        self.marshal = MarshalSavedTensors(device="cpu", keep=self.model.buffers()) if offloads else None
+        self.marshal = MarshalSavedTensors(keep=self.model.buffers()) if self.config.offload == "cpu" else None
 
     def heat(self, step: int) -> float | None:
         """Give the layers the temperature of a step, in modes that have one."""

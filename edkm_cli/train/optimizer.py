@@ -61,8 +61,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         if not state:
             state["step"] = 0
             wide = torch.float32 if parameter.dtype == torch.float16 else parameter.dtype
-            for name in _MOMENTS:
-                state[name] = torch.zeros_like(parameter, dtype=wide)
+            state |= {name: torch.zeros_like(parameter, dtype=wide) for name in _MOMENTS}
             if parameter.dtype == torch.bfloat16:
                 state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
             elif parameter.dtype == torch.float16:
@@ -147,5 +146,4 @@ def build_optimizer(model: nn.Module, config: TrainingSettings, world: World) ->
     if any(parameter.dtype.itemsize == 2 for group in groups for parameter in group["params"]):
         return MasterOptimizer(groups, betas=_BETAS)
     # Fused, a step needs no memory of its own; PyTorch's choice on a GPU needs as much as the weights.
-    fused = True if world.device.startswith("cuda") else None
-    return torch.optim.AdamW(groups, betas=_BETAS, eps=1e-8, fused=fused)
+    return torch.optim.AdamW(groups, betas=_BETAS, eps=1e-8, fused=True if world.device.startswith("cuda") else None)

@@ -31,12 +31,10 @@ def require_attention_within_documents(model: Any) -> None:
         packed, running = _logits(model, ids, position_ids=positions), _logits(model, ids)
     leak, whole = float((packed - alone).abs().max()), float((running - alone).abs().max())
     if not leak <= 0.1 * whole:
-        raise UserError(
-            f"--packing needs a model whose attention stays within documents, but {type(model).__name__} gives a packed "
-            f"document other predictions than one alone (by {leak:.2g}, where mixed documents give {whole:.2g}); leave "
-            "--packing out",
-            everywhere=True,
-        )
+        rule = "--packing needs a model whose attention stays within documents"
+        found = f"{type(model).__name__} gives a packed document other predictions than one alone"
+        by = f"(by {leak:.2g}, where mixed documents give {whole:.2g})"
+        raise UserError(f"{rule}, but {found} {by}; leave --packing out", everywhere=True)
 
 
 def _logits(model: Any, ids: Tensor, **positions: Tensor) -> Tensor:

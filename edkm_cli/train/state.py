@@ -44,11 +44,9 @@ class Checkpoints:
         tensors, numbers = _state(model, optimizer)
         broken = next((name for name, tensor in tensors.items() if not bool(local(tensor).isfinite().all())), None)
         if self._world.any(broken is not None):
-            raise UserError(
-                f"the state after step {step} must be finite, but {broken or 'a tensor'} is not: training diverged and "
-                f"nothing was saved of it; lower --learning-rate, or use --dtype float32{self.kept()}",
-                everywhere=True,
-            )
+            rule = f"the state after step {step} must be finite, but {broken or 'a tensor'} is not"
+            remedy = f"lower --learning-rate, or use --dtype float32{self.kept()}"
+            raise UserError(f"{rule}: training diverged and nothing was saved of it; {remedy}", everywhere=True)
         if self._world.main:
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
@@ -88,8 +86,7 @@ class Checkpoints:
 
 def require_none(staging: Path, world: World) -> None:
     """Raises UserError for checkpoints of training: what they began from is gone, and tables mean nothing without it."""
-    kept = world.on_main(Checkpoints(staging, keep=1).kept)
-    if kept:
+    if kept := world.on_main(Checkpoints(staging, keep=1).kept):
         rule = f"--resume needs what training began from, but {staging / CHECKPOINTS / 'start'} is damaged or missing{kept}"
         raise UserError(f"{rule}; start again with --overwrite", everywhere=True)
 
