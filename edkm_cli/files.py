@@ -121,8 +121,7 @@ def verify_checksums(directory: str | Path) -> None:
     A directory without it passes: `save_pretrained` elsewhere does not copy it.
     """
     directory = Path(directory)
-    listing = directory / CHECKSUMS
-    if not listing.is_file():
+    if not (listing := directory / CHECKSUMS).is_file():
         return
     remedy = "copy or export the checkpoint again"
     entries = read_json(listing, remedy=remedy)

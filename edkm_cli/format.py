@@ -209,8 +209,7 @@ class QuantizationSpec:
 
         Raises UserError for groups of columns that do not divide a row.
         """
-        group = self.embedding_group or columns
-        if columns % group:
+        if columns % (group := self.embedding_group or columns):
             fits = max(size for size in range(1, min(group, columns + 1)) if columns % size == 0) if group > 1 else 1
             raise UserError(f"--embedding-group must divide the embeddings' {columns} columns, got {group}; use {fits}")
         stored: Stored = {
@@ -241,8 +240,7 @@ def _is_within(value: object, low: int, high: int | None = None) -> bool:
 
 def read_spec(directory: str | Path) -> QuantizationSpec | None:
     """The spec of a checkpoint directory, or None where it is no edkm checkpoint. Raises UserError if it is broken."""
-    path = Path(directory) / "config.json"
-    if not path.is_file():
+    if not (path := Path(directory) / "config.json").is_file():
         return None
     mapping = read_json(path, remedy="export the model again").get("quantization_config")
     if not isinstance(mapping, dict) or mapping.get("quant_method") != QUANT_METHOD:

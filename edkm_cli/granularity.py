@@ -135,8 +135,7 @@ class Granularity:
         """
         if isinstance(text, Granularity):
             return text
-        match = _PATTERN.match(str(text).strip())
-        if match is None:
+        if (match := _PATTERN.match(str(text).strip())) is None:
             raise UserError(f"granularity must be 'tensor', 'row:G' or 'block:RxC' (row:1, block:8x64), got {text!r}")
         sides = {"rows": match["rows"] or match["R"], "columns": match["C"]}
         return cls(**{side: int(size) for side, size in sides.items() if size})

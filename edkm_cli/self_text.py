@@ -134,8 +134,7 @@ def _continue(model: Any, ids: Tensor, until: int, draws: Tensor, steps: Iterato
     """`ids` (batch, tokens) continued until there are so many, in a cache with room for as many as there are `draws`."""
     cache = _cache(draws.shape[1], dtype) if dtype else DynamicCache(config=model.config)
     name, current = "cache" if "cache" in signature(model.forward).parameters else "past_key_values", ids
-    attention = partial(_attention, functional.scaled_dot_product_attention)
-    with changed(functional, scaled_dot_product_attention=attention):
+    with changed(functional, scaled_dot_product_attention=partial(_attention, functional.scaled_dot_product_attention)):
         while ids.shape[1] < until:
             logits = model(input_ids=current, use_cache=True, **{name: cache}).logits[:, -1].float()
             current = sample(logits, draws[:, ids.shape[1], None])

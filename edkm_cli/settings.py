@@ -191,8 +191,7 @@ def from_mapping(kind: type[_Config], values: Mapping[str, Any]) -> _Config:
     for name, value in values.items():
         if name not in known:
             close = get_close_matches(shown(name).strip("'\"").replace("-", "_"), list(known), n=1)
-            meant = f" (did you mean {close[0]!r}?)" if close else ""
-            all_faults.append(f"unknown key {shown(name)}{meant}")
+            all_faults.append(f"unknown key {shown(name)}" + (f" (did you mean {close[0]!r}?)" if close else ""))
             continue
         if value is False and "no" in (setting_of(known[name]).choices or ()):  # what YAML makes of the word
             value = "no"

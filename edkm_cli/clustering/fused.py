@@ -44,8 +44,7 @@ def iterated(
 ) -> tuple[Tensor, Passes, Spread]:
     """(the centroids after the updates in their own dtype of computation, what `open_passes` returns)."""
     passes, spread = open_passes(weight, centroids.shape[1], settings, importance)
-    start = centroids.detach().to(kernels.centroid_dtype(weight))
-    final = passes.iterate(start, spread.tau, settings.iterations)
+    final = passes.iterate(centroids.detach().to(kernels.centroid_dtype(weight)), spread.tau, settings.iterations)
     require_finite(final, layer=settings.name)
     # Without an update they would be an input that is returned as an output.
     return final.clone() if settings.iterations == 0 else final, passes, spread

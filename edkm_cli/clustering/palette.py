@@ -72,8 +72,7 @@ def lut_scale(centroids: Tensor, lut_dtype: str | None, fixed: float | None = No
     between half the dtype's largest number and that, so that all entries down to 2**-14 of it keep their three bits, or
     down to 2**-5 their four. Being a power of two, it rounds nothing itself. A `fixed` one is taken as it is.
     """
-    dtype = parse_lut_dtype(lut_dtype)
-    if dtype not in LARGEST:
+    if (dtype := parse_lut_dtype(lut_dtype)) not in LARGEST:
         return None
     if fixed is not None:
         return torch.tensor(fixed, dtype=torch.float32, device=centroids.device)
@@ -92,8 +91,7 @@ def round_lut(centroids: Tensor, lut_dtype: str | None, scale: float | None = No
     >>> round_lut(torch.tensor([[0.3, 1000.0]]), "float8_e4m3fn").tolist()
     [[0.3125, 1024.0]]
     """
-    dtype = parse_lut_dtype(lut_dtype)
-    if dtype is None:
+    if (dtype := parse_lut_dtype(lut_dtype)) is None:
         return centroids if centroids.dtype == torch.float64 else centroids.float()
     held, factor = torch.finfo(getattr(torch, dtype, torch.float32)), lut_scale(centroids, dtype, scale)
     limit = LARGEST.get(dtype, held.max)

@@ -226,8 +226,7 @@ def _is_answer(turn: dict[str, Any]) -> bool:
 def _prompt_length(tokenizer: Any, before: list[dict[str, Any]], tools: Any, text: str) -> int:
     """How many characters of a text that ends with an answer are what came before it. Raises TemplateError."""
     if before:
-        prompt = render_text(tokenizer, before, tools, ask=True)
-        if text.startswith(prompt):
+        if text.startswith(prompt := render_text(tokenizer, before, tools, ask=True)):
             return len(prompt)
     else:  # many templates refuse a conversation without messages: their call for an answer is what they add to any other
         question = [{"role": "user", "content": "?"}]

@@ -144,8 +144,7 @@ def _files(text: str, option: str) -> Source | None:
     named = path.is_file() or (hub and hub["split"]) or _local_set(text) is not None
     if any(sign in text for sign in "*?[") and not named:
         matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
-        files = [file for file in matches if file.is_file() and suffix_of(file) in SUFFIXES]
-        if not files:
+        if not (files := [file for file in matches if file.is_file() and suffix_of(file) in SUFFIXES]):
             raise UserError(f"{option} pattern matches no file that ends in {endings}: {text}")
         return Source(text, "files", files=tuple(files))
     known = suffix_of(path) in SUFFIXES
@@ -164,7 +163,6 @@ def _local_set(text: str) -> Source | None:
     """`DIRECTORY[:config][@split]` of a local copy of a data set, in the hub's layout."""
     rest, _, split = text.partition("@")
     name, _, config = rest.partition(":")
-    directory = Path(name).expanduser()
-    if not name or not directory.is_dir():
+    if not name or not (directory := Path(name).expanduser()).is_dir():
         return None
     return Source(text, "hub", repository=str(directory), config=config or None, split=split or None)

@@ -108,14 +108,12 @@ class StoreWriter:
         """Everything on disk, the manifest last."""
         self._files[TRAINED].write(np.packbits(self._bits, bitorder="little").tobytes())
         self.abandon()
-        marks = np.unique(np.concatenate([np.empty(0, np.uint64), *self._marks]))
-        marks.astype("<u8").tofile(self._directory / MARKS)
+        np.unique(np.concatenate([np.empty(0, np.uint64), *self._marks])).astype("<u8").tofile(self._directory / MARKS)
         if not self.counts.masked:
             os.unlink(self._directory / TRAINED)
         files = {}
         for name in (TOKENS, TRAINED, ENDS, MARKS):
-            path = self._directory / name
-            if path.exists():
+            if (path := self._directory / name).exists():
                 sync(path)
                 files[name] = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
         manifest = {"format": FORMAT, "settings": settings, "dtype": self._dtype.name, "counts": asdict(self.counts)}

@@ -277,8 +277,7 @@ class Tables:
 
     def named(self) -> dict[str, Tensor]:
         """Those with the bits of the recipe, by names for a file."""
-        chosen = self.recipe.spec.bits_of
-        return {f"tables.{name}": tables[chosen(name)] for name, tables in self._candidates.items()}
+        return {f"tables.{name}": tables[self.recipe.spec.bits_of(name)] for name, tables in self._candidates.items()}
 
     def take(self, tensors: dict[str, Tensor]) -> None:
         """Those that `named` gave."""
@@ -323,7 +322,6 @@ def _require_range(centroids: Tensor, clustering: Clustering, name: str) -> None
             raise UserError(f"float16 tables reach 65504, but {name} needs {largest:.4g}; use --lut-dtype bfloat16")
         return
     largest, scale = float(centroids.abs().max()), lut_scale(centroids, clustering.lut_dtype)
-    reach = torch.finfo(getattr(torch, clustering.lut_dtype)).max * clustering.lut_scale
-    if largest > reach:
+    if largest > (reach := torch.finfo(getattr(torch, clustering.lut_dtype)).max * clustering.lut_scale):
         rule = f"tables with --lut-scale {clustering.lut_scale:g} reach {reach:g}, but {name} needs {largest:.4g}"
         raise UserError(f"{rule}; use --lut-scale {float(scale or 0):g}")

@@ -77,8 +77,7 @@ class Corrections:
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             nonlocal last, kept
-            given = entering(args, kwargs)
-            if given is last:
+            if (given := entering(args, kwargs)) is last:
                 self._exact.setdefault(module, kept)
             elif given.dim() == 3:  # experts get a choice of the tokens, see `target`
                 last, kept = given, self._exact.setdefault(module, HiddenStates())
@@ -135,8 +134,7 @@ class Corrections:
 
         A layer that sees a choice of the tokens, as experts do, keeps its weight: nothing says that they are the same.
         """
-        exact = self._exact.get(layer)
-        if exact is None or inputs.dim() != 3 or len(exact) != len(inputs):
+        if (exact := self._exact.get(layer)) is None or inputs.dim() != 3 or len(exact) != len(inputs):
             return layer.weight
         weight, stream = layer.weight.float(), self._adds_to.get(layer)
         if inputs.shape[:-1].numel() < layer.in_features:

@@ -95,8 +95,7 @@ class _Key:
 
     def rows_of(self, flat: torch.Tensor) -> torch.Tensor | None:
         """`flat` as (n, words) integer words, or None if its length or device does not fit the key."""
-        count = self._key.numel()
-        if count == 0 or flat.numel() % count or flat.device != self._key.device:
+        if (count := self._key.numel()) == 0 or flat.numel() % count or flat.device != self._key.device:
             return None
         return _rows_as_words(flat, count)
 

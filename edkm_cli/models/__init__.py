@@ -77,8 +77,7 @@ def resolve(name: str, revision: str | None = None, *, trust_remote_code: bool =
 
 
 def _resolved(name: str) -> ModelSource:
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf":
+    if (path := Path(name).expanduser()).suffix == ".gguf":
         if not path.is_file():
             raise UserError(f"--model names a GGUF file that does not exist: {path}; check the path")
         return ModelSource(name, str(path.parent), path.name, is_local=True)

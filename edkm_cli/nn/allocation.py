@@ -238,8 +238,7 @@ def average_in(swaps: Sequence[Swap], spec: QuantizationSpec, room: float) -> fl
     if at_low > room * (1 + 1e-9):
         raise UserError("--override leaves less than one bit for each of the other matrices; give less, or more --bits")
     while low < MAX_BITS:  # sizes grow in proportion between whole numbers
-        at_high = sum(size_bits(swap, spec, low + 1) for swap in swaps)
-        if at_high >= room:
+        if (at_high := sum(size_bits(swap, spec, low + 1) for swap in swaps)) >= room:
             return low + (room - at_low) / (at_high - at_low)
         low, at_low = low + 1, at_high
     return MAX_BITS

@@ -109,8 +109,7 @@ class LutLayer(nn.Module):
     def stored_scale(self) -> Tensor | None:
         """What stored entries are multiplied with: of a float8 LUT (1,) float32, of `int8` scales (out, super-blocks,
         numbers) float16; None for other dtypes."""
-        scale = self.clustering.grid.factor(self.centroids)
-        if scale is None or scale.dim() == 0:
+        if (scale := self.clustering.grid.factor(self.centroids)) is None or scale.dim() == 0:
             return None if scale is None else scale.reshape(1)
         return scale.unflatten(0, (self.out_features, -1))
 
@@ -287,8 +286,7 @@ class HeldLinear(LutLayer):
 
     def _table(self) -> Tensor:
         """`lut()`, differentiable."""
-        table = self.clustering.grid.tables(self.centroids)
-        if not table.is_meta:
+        if not (table := self.clustering.grid.tables(self.centroids)).is_meta:
             require_finite(table.detach(), layer=self.name)
         return table
 

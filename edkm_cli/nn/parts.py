@@ -89,9 +89,7 @@ class Parts:
 
     def head_parameters(self) -> list[nn.Parameter]:
         """What trains in the second part: an adapter of the output embedding, perhaps."""
-        if self._shell is None:
-            return []
-        return [parameter for parameter in self._shell.parameters() if parameter.requires_grad]
+        return [] if self._shell is None else [p for p in self._shell.parameters() if p.requires_grad]
 
     def round_linears(self) -> None:
         """Keep the frozen second part's linears in bfloat16, to which autocast would round them at each call."""

@@ -57,8 +57,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _prepare(self, parameter: nn.Parameter) -> dict[str, Any]:
         """The parameter's state, made before its first step."""
-        state = self.state[parameter]
-        if not state:
+        if not (state := self.state[parameter]):
             state["step"] = 0
             wide = torch.float32 if parameter.dtype == torch.float16 else parameter.dtype
             state |= {name: torch.zeros_like(parameter, dtype=wide) for name in _MOMENTS}
@@ -114,10 +113,9 @@ def _chunks(parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[tuple[Te
         yield weight, grad, tensors
         return
     flat, gradient = weight.view(-1), grad.reshape(-1)
-    views = {name: tensor.view(-1) for name, tensor in tensors.items()}
     for first in range(0, flat.numel(), _CHUNK):
         part = slice(first, first + _CHUNK)
-        yield flat[part], gradient[part], {name: view[part] for name, view in views.items()}
+        yield flat[part], gradient[part], {name: tensor.view(-1)[part] for name, tensor in tensors.items()}
 
 
 def parameter_groups(model: nn.Module, config: TrainingSettings) -> list[dict[str, Any]]:
