@@ -276,7 +276,7 @@ def compensate(model: Any, batches: list[Tensor], *, world: World = ALONE, track
     compensation = Compensation(world, progress=progress)
     with evaluating(model), hooked(layers.values(), compensation):
         # The whole model, since sharding gathers embeddings for it alone; of the logits only the last.
-        model(input_ids=torch.cat(batches).to(world.device), use_cache=False, logits_to_keep=1)
+        model(input_ids=torch.cat(batches).to(world.device), use_cache=False, logits_to_keep=LAST)
     list(progress)  # layers that were not reached
     compensation.keep()
 

@@ -97,7 +97,8 @@ def decoder_layers(model: Any) -> dict[str, nn.Module]:
     kinds, inside = set(getattr(model, "_no_split_modules", None) or ()), language_model(model)
     modules = {name: module for name, module in model.named_modules() if name.startswith(inside)}
     if named := {name: module for name, module in modules.items() if type(module).__name__ in kinds}:
-        return named
+        # Some families name parts of their layers, too.
+        return {path: module for path, module in named.items() if not any(path.startswith(f"{one}.") for one in named)}
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     lists = {
         name: module
