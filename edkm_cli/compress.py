@@ -176,9 +176,8 @@ class Run(Session):
                 model = restore(dense.model, Recipe.of(self.plan), kept, **options)
             else:
                 require_none(staging, world)
-                calibration = calibration_text(self.data, plan)
+                calibration, fitting = calibration_text(self.data, plan), start_batches(self.data, plan)
                 options |= {"kept": kept if plan.by_layer else None, "track": self.watch.track}
-                fitting = start_batches(self.data, plan)
                 model = initialize(dense, Recipe.of(plan), calibration=calibration, fitting=fitting, **options)
                 self.plan = plan.with_bits({name: one.clustering.bits for name, one in lut_layers(model).items()})
                 kept.write(model, self.plan.spec.module_bits)

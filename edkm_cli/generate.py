@@ -136,10 +136,8 @@ def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tens
 
 def generate_text(writer: Writer, prompt: str, manner: Manner, *, chat: bool) -> dict[str, Any]:
     """The result of `edkm generate` with a prompt."""
-    if chat:
-        inputs = _encode(writer, [*manner.opening, {"role": "user", "content": prompt}])
-    else:
-        inputs = _encode(writer, prompt)
+    inputs = _encode(writer, [*manner.opening, {"role": "user", "content": prompt}] if chat else prompt)
+    if not chat:
         manner.emit(prompt)
     answer, tokens, seconds = _write(writer, inputs, manner, joined=not chat)
     return _result(writer, tokens, seconds, prompt=prompt, text=answer if chat else prompt + answer)

@@ -154,8 +154,7 @@ def require_stored(model: Any, stored: set[str], foreign: set[str]) -> None:
     known = stored | {key.removeprefix(prefix) for key in stored} | {prefix + key for key in stored}
     patterns = getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"]
     absent = re.compile("|".join(f"({pattern})" for pattern in patterns))
-    tied = set(model.all_tied_weights_keys)
-    outside = tuple(f"{name}." for name in foreign)
+    tied, outside = set(model.all_tied_weights_keys), tuple(f"{name}." for name in foreign)
     for name in model.state_dict():
         if name not in known and name not in tied and not name.startswith(outside) and not absent.search(name):
             raise UserError(f"{name} is missing from the checkpoint; {AGAIN}")

@@ -51,8 +51,7 @@ def skeleton(
 ) -> Any:
     """The palettized model of a configuration on the meta device, as loading builds it."""
     with torch.device("meta"):
-        dtype = dtype or config.dtype or torch.float32
-        model = build(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        model = build(config, dtype=dtype or config.dtype or torch.float32, trust_remote_code=trust_remote_code)
     palettize_skeleton(model, spec)
     return model
 
@@ -70,8 +69,7 @@ def stored_skeleton(directory: str | Path, *, trust_remote_code: bool = False) -
 
 def skeleton_tensors(model: Any) -> dict[str, torch.Tensor]:
     """The tensors a checkpoint stores, tied ones once, in the order in which `save_pretrained` fills shards."""
-    tied = set(model.all_tied_weights_keys)
-    state = model.state_dict()
+    tied, state = set(model.all_tied_weights_keys), model.state_dict()
     # Layer 2 comes before layer 10.
     order = {name: [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")] for name in state.keys() - tied}
     return {name: state[name] for name in sorted(order, key=order.__getitem__)}

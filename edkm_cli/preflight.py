@@ -89,10 +89,9 @@ class RunPlan:
     @property
     def streams(self) -> bool:
         """Whether each layer is read from the files when the start reaches it, which one of a packed model cannot be."""
-        whole = self.source.gguf_file and not self.source.architecture  # decoded in one piece, but an alias's
-        return (
-            self.by_layer and not whole and not (self.config.dequantize and read_spec(self.source.location) is not None)
-        )
+        source = self.source
+        whole = source.gguf_file and not source.architecture  # decoded in one piece, but an alias's
+        return self.by_layer and not whole and not (self.config.dequantize and read_spec(source.location) is not None)
 
     @property
     def clustering(self) -> Clustering:
@@ -117,13 +116,11 @@ class RunPlan:
     def needed_bytes(self) -> int:
         """Disk for the result (at most a byte a weight), for the start that training begins from, and for checkpoints (what
         trains, and two moments, in float32)."""
-        config, trained = self.config, self.parameters
+        config, spec, trained = self.config, self.spec, self.parameters
         kept = config.most_checkpoints * (2 if config.compare_dense else 1)
         if config.assignments == "held" and not config.compare_dense:
-            trained = 0
-            for linear in self.clustered:
-                groups = self.spec.granularity_of(linear.name).groups(*linear.shape)
-                trained += groups * table_numbers(self.spec.palette, self.spec.bits_of(linear.name))
+            tables = {one.name: spec.granularity_of(one.name).groups(*one.shape) for one in self.clustered}
+            trained = sum(count * table_numbers(spec.palette, spec.bits_of(name)) for name, count in tables.items())
         size = getattr(torch, config.dtype).itemsize
         start = (1.1 if self.by_layer or config.assignments == "held" else size) * self.parameters
         # The states of the layer that a killed start goes on with, exact and compressed, beside the next one's.
@@ -156,9 +153,8 @@ def resolve(config: CompressConfig, world: World, texts: Sequence[data.Source]) 
     asked for and cannot be had where it runs.
     """
     # What divides the layers of many processes shall not change the result of one.
-    sharding = "full" if world.sharded or config.sharding == "full" else "none"
     try:
-        config = replace(config, sharding=sharding)
+        config = replace(config, sharding="full" if world.sharded or config.sharding == "full" else "none")
     except UserError as error:
         raise UserError(str(error), everywhere=True) from error
     if config.text_tokens and not any(text.needs_model for text in texts):
@@ -264,13 +260,11 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
         config = replace(config, bits=average_beside(few))
     config = replace(config, embedding_bits=few)
     spec, average = allocation.planned_spec(config, swaps, asked=asked)
-    model = (source, architecture, skeleton, swaps, spec)
-    return RunPlan(asked, config, world, texts, *model, dense_dtype=dense_dtype, average=average)
+    return RunPlan(asked, config, world, texts, source, architecture, skeleton, swaps, spec, dense_dtype, average)
 
 
 def _require_divisible(config: CompressConfig, texts: Sequence[data.Source], swaps: Sequence[Swap]) -> None:
     """Raises UserError for what cannot be done with parameters that are divided over processes."""
-    tables_beside_weights = trains_luts(config.mode, config.iterations)
     why = ""
     if config.dequantize:
         why = "--dequantize decodes a model that is whole, but --sharding full divides it; save the decoded model first"
@@ -282,11 +276,9 @@ def _require_divisible(config: CompressConfig, texts: Sequence[data.Source], swa
         whole = isinstance(config.bits, int) and not config.target_size
         uniform = "--allocation uniform" if whole else "a whole number of --bits"
         why = f"--allocation sensitivity compares matrices that are whole, but --sharding full divides them; use {uniform}"
-    elif tables_beside_weights and config.dtype != "float32":
-        why = (
-            "--sharding full trains weights and LUT entries in one group, so both must be float32, but --dtype is "
-            f"{config.dtype}; leave --dtype out, or use --mode soft or hard with --iterations"
-        )
+    elif trains_luts(config.mode, config.iterations) and config.dtype != "float32":
+        rule = "--sharding full trains weights and LUT entries in one group, so both must be float32"
+        why = f"{rule}, but --dtype is {config.dtype}; leave --dtype out, or use --mode soft or hard with --iterations"
     if why:
         raise UserError(why, everywhere=True)
 

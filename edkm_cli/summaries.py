@@ -172,17 +172,13 @@ def need_rows(plan: dict[str, Any]) -> list[list[str]]:
 
 def module_rows(plan: dict[str, Any]) -> list[list[str]]:
     """A row for each kind of module that is swapped."""
-    kinds = plan["modules"]
-    return [[kind["role"], f"{kind['count']} x", str(tuple(kind["shape"])), kind["becomes"]] for kind in kinds]
+    return [[one["role"], f"{one['count']} x", str(tuple(one["shape"])), one["becomes"]] for one in plan["modules"]]
 
 
 def proposal_rows(plan: dict[str, Any]) -> list[list[str]]:
     """A row for each of the settings that would fit."""
-    rows = []
-    for entry in plan["proposals"]:
-        where = f" on {entry['processes']} GPUs" * (entry["processes"] != plan["processes"])
-        rows.append([entry["flags"] + where, megabytes(entry["total_bytes"])])
-    return rows
+    rows = ((one, one["processes"] != plan["processes"]) for one in plan["proposals"])
+    return [[one["flags"] + f" on {one['processes']} GPUs" * more, megabytes(one["total_bytes"])] for one, more in rows]
 
 
 def layer_rows(inspected: dict[str, Any]) -> list[list[str]]:

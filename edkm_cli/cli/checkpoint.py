@@ -14,6 +14,7 @@ from edkm_cli.export.ownership import input_paths, replace_file, run_paths
 from edkm_cli.settings import DEVICE, DTYPES, OUTPUT, REMOTE_CODE, setting
 
 Model = Annotated[str, typer.Argument(help="Alias, hub id, directory or GGUF file; compressed or not.")]
+_PAGE = "File for the page; default: DIRECTORY/report.html or DIRECTORY.partial.html."
 
 
 @configured(EvalConfig)
@@ -71,16 +72,7 @@ def inspect_command(
 
 def report_command(
     directory: Annotated[Path, typer.Argument(help="What edkm compress wrote, or is writing.")],
-    output: Annotated[
-        Path | None,
-        option(
-            None,
-            "File for the page; default: DIRECTORY/report.html or DIRECTORY.partial.html.",
-            "--output",
-            "-o",
-            metavar="FILE",
-        ),
-    ] = None,
+    output: Annotated[Path | None, option(None, _PAGE, "--output", "-o", metavar="FILE")] = None,
     weights: Annotated[
         bool, option(None, "Compare the weights with those of the original model (slower).", "--weights/--no-weights")
     ] = True,
@@ -150,10 +142,7 @@ def generate_command(
     writer = load_writer(source, chat=talks, device=choose_device(settings.device), **how)
     sampling = settings.temperature or 0.7 if chosen else None, settings.top_p or 1.0
     manner = Manner(settings.max_new_tokens, *sampling, settings.system, partial(typer.echo, nl=False))
-    if prompt is None:
-        result = converse(writer, manner, ask=_ask)
-    else:
-        result = generate_text(writer, prompt, manner, chat=talks)
+    result = converse(writer, manner, ask=_ask) if prompt is None else generate_text(writer, prompt, manner, chat=talks)
     finish("", stamped(result), json_file)
 
 

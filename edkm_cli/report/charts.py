@@ -189,14 +189,11 @@ def heat_map(
     """
     left, right = max(100.0, *map(_wide, rows)) + 10, 84
     wide = min((_WIDTH - left - right) / max(len(columns), 1), 72.0)
-    every = max(1, math.ceil(len(columns) / 16))
-    cells = {
-        row: [(place, *values[row, column]) for place, column in enumerate(columns) if (row, column) in values]
-        for row in rows
-    }
+    every, numbered = max(1, math.ceil(len(columns) / 16)), list(enumerate(columns))
+    cells = {row: [(place, *values[row, name]) for place, name in numbered if (row, name) in values] for row in rows}
     return chart(
         "heat_map", title=title, width=_WIDTH, height=22 + len(rows) * 26, left=left, wide=wide,
-        end=left + wide * len(columns) + right, rows=rows, columns=list(enumerate(columns))[::every], values=cells,
+        end=left + wide * len(columns) + right, rows=rows, columns=numbered[::every], values=cells,
         means={row: sum(value for _, value, _ in known) / len(known) for row, known in cells.items()},
         scale=_strength([value for value, _ in values.values()]), show=show,
     )  # fmt: skip

@@ -153,8 +153,7 @@ def _over_steps(run: RunFiles, texts: list[dict[str, Any]], names: list[str]) ->
     series = []
     for index, (text, name) in enumerate(zip(texts, names, strict=True)):
         measured = _points(run.metrics, f"perplexity: {text['data']}") if "original" in text else []
-        points = [(step, value / text["original"]) for step, value in measured]
-        if points:
+        if points := [(step, value / text["original"]) for step, value in measured]:
             series.append(Series(name, points, line_colour(index)))
     label = "times the uncompressed model's"
     if not series:

@@ -77,8 +77,7 @@ def _check_values(directory: Path, name: str, tensor: Tensor, module: Any) -> No
     if leaf.startswith("indices") and module is not None:
         linear = isinstance(module, PalettizedLinear)
         bits = module.bits if linear else next(part.bits for part in module.row_parts if part.leaf == leaf)
-        used = module.columns * bits % 8
-        if used and bool((tensor[:, -1] >> used).any()):
+        if (used := module.columns * bits % 8) and bool((tensor[:, -1] >> used).any()):
             raise UserError(f"{directory}: the last bits of the rows of {name} must be zero, but are not; {AGAIN}")
         if not linear and not module.signs_scales and not bool(unpack(tensor, bits, module.columns).all()):
             raise UserError(f"{directory}: {name} holds index 0, which an embedding does not use; {AGAIN}")

@@ -65,8 +65,7 @@ class RunFiles:
 def read_run(directory: str | Path) -> RunFiles:
     """Read `DIR`, or `DIR.partial` while the run is going on. Raises UserError for anything else, or broken files."""
     wanted = Path(directory).expanduser().absolute()
-    other = next((name for name in _OTHERS if (wanted / name).is_file()), None)
-    if other is not None:
+    if other := next((name for name in _OTHERS if (wanted / name).is_file()), None):
         rule = f"edkm report is about what edkm compress made, but {wanted} is what edkm {other.removesuffix('.json')} made"
         raise UserError(f"{rule}; read its README.md, or the figures in {other}")
     names = ("report.json", MARKER, "metrics.jsonl")
@@ -80,12 +79,10 @@ def read_run(directory: str | Path) -> RunFiles:
     metrics = _read_metrics(place / "metrics.jsonl")
     if (place / "report.json").is_file():
         report = _checked_report(place / "report.json")
-        resolved = report.get("resolved")
-        settings = report["config"] | (resolved if isinstance(resolved, dict) else {})
+        settings = report["config"] | (resolved if isinstance(resolved := report.get("resolved"), dict) else {})
         return RunFiles(place, report["model"], report, settings, _texts(report), metrics)
     mark = read_json(place / MARKER, remedy=_REMEDY) if (place / MARKER).is_file() else {}
-    settings = mark.get("fingerprint")
-    settings = settings if isinstance(settings, dict) else {}
+    settings = identity if isinstance(identity := mark.get("fingerprint"), dict) else {}
     return RunFiles(place, place.name.removesuffix(".partial"), {}, settings, _texts_so_far(mark), metrics)
 
 
@@ -150,9 +147,7 @@ def _checked_report(path: Path) -> dict[str, Any]:
 def _read_metrics(path: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl in the order of their steps, numbers only; a map by text is taken apart into
     `perplexity: text`. A last line that is being written is left."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     records: dict[int, dict[str, float]] = {}
     for index, line in enumerate(lines):
         try:

@@ -19,11 +19,8 @@ def verdict_page(result: dict[str, Any]) -> str:
     known = [[row for row in text["by_confidence"] if row["kl"] is not None] for text in result["texts"]]
     pairs = enumerate(zip(names, known, strict=True))
     sure = [Series(name, _middles(rows, "kl"), line_colour(index)) for index, (name, rows) in pairs]
-    along = result["positions"]["rows"]
-    positions = [
-        Series("this model", _middles(along, "perplexity")),
-        Series("reference", _middles(along, "reference_perplexity"), "muted"),
-    ]
+    ours, theirs = (_middles(result["positions"]["rows"], key) for key in ("perplexity", "reference_perplexity"))
+    positions = [Series("this model", ours), Series("reference", theirs, "muted")]
     depths = [(float(index), row["error"]) for index, row in enumerate(result["layers"])]
     of_layers: dict[str, Any] = {"title": "By layer: relative error", "x_label": "layer", "y_label": "relative error"}
     errors = {row["name"]: row["error"] for row in result["matrices"]}
