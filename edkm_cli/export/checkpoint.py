@@ -255,7 +255,6 @@ def rehearse_export(plan: RunPlan) -> None:
 
 
 def _refused(model: Any, why: str) -> UserError:
-    return UserError(
-        f"a compressed {type(model).__name__} cannot be exported and loaded ({' '.join(why.split())[:300]}); nothing "
-        "was trained; leave what it names dense with --skip, or report it with the model's name"
-    )
+    why = " ".join(why.split())[:300]
+    rule = f"a compressed {type(model).__name__} cannot be exported and loaded ({why}); nothing was trained"
+    return UserError(f"{rule}; leave what it names dense with --skip, or report it with the model's name")

@@ -77,14 +77,13 @@ def export_model(
             remove(place.partial)
             raise
         place.commit()
+    files = (file for file in place.path.rglob("*") if file.suffix in (".safetensors", ".bin", ".gguf"))
     return {
         "source": str(source.directory),
         "output": str(place.path),
         **facts,
         **measured,
-        "weights_bytes": sum(
-            file.stat().st_size for file in place.path.rglob("*") if file.suffix in (".safetensors", ".bin", ".gguf")
-        ),
+        "weights_bytes": sum(file.stat().st_size for file in files),
         "seconds": round(time.perf_counter() - begin, 3),
     }
 
@@ -116,8 +115,7 @@ def require_parity(
 
     Raises UserError naming the first tensor that differs, lacks or is too many.
     """
-    missing = dict(source.tensors)
-    changed, largest = 0, 0.0
+    missing, changed, largest = dict(source.tensors), 0, 0.0
     tensors = apart(source.model, form.read(folder, options))
     for name, read_back in track(tensors, "comparing with the source", len(missing)):
         if name not in missing:
@@ -130,10 +128,8 @@ def require_parity(
             wrong = read_back != wanted
             place = tuple(int(index) for index in wrong.nonzero()[0])
             numbers = f"{float(read_back[place]):g} instead of {float(wanted[place]):g}"
-            raise _drift(
-                name,
-                f"differs from the source in {int(wrong.sum())} of {wrong.numel()} numbers, first at {place}: {numbers}",
-            )
+            what = f"differs from the source in {int(wrong.sum())} of {wrong.numel()} numbers"
+            raise _drift(name, f"{what}, first at {place}: {numbers}")
         difference = float((read_back - exact).abs().max()) if read_back.numel() else 0.0
         changed, largest = changed + (difference > 0), max(largest, difference)
     if missing:

@@ -23,8 +23,6 @@ from edkm_cli.files import json_text, require_room, sync, write_json, written_wh
 _REPORTED = ("compare_dense", "dense_learning_rate", "max_perplexity_ratio")  # change no weight, but what is reported
 _SPARE_BYTES = 50_000_000  # beside the tensors: metrics, trackers, tokenizer
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-
-
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -169,8 +167,7 @@ class OutputDirectory:
         Raises UserError where the unfinished run is another one, naming what differs.
         """
         facts = self.marked() if self._resume else None
-        changes = differences(facts["fingerprint"], identity) if facts is not None else ""
-        if changes:
+        if facts is not None and (changes := differences(facts["fingerprint"], identity)):
             rule = f"--resume needs the settings, model and data of the run in {self.partial}, but {changes}"
             raise UserError(f"{rule}; give the same ones, or start again with --overwrite in its place")
         return facts
@@ -217,8 +214,7 @@ class OutputDirectory:
                 rule = f"the result is whole in {self.partial}: {self.path} is not empty any more"
                 raise UserError(f"{rule}; move it away")
             ownership.require_ours(self.path, f"the result is whole in {self.partial}: {self.path} is to be replaced")
-        facts = ownership.read_object(self.partial / MARKER)
-        files = ownership.files_of(self.partial)
+        facts, files = ownership.read_object(self.partial / MARKER), ownership.files_of(self.partial)
         write_json(self.partial / FILES, {"identity": facts.get("fingerprint"), "files": files})
         for folder, _, names in os.walk(self.partial):
             for path in (*(Path(folder, name) for name in names), Path(folder)):

@@ -89,8 +89,7 @@ def files_of(directory: Path) -> dict[str, Any]:
 
 def require_ours(directory: Path, why: str) -> None:
     """Raises UserError naming what in a directory is foreign, as the end of the sentence `why`."""
-    names = foreign(directory)
-    if names:
+    if names := foreign(directory):
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         rule = f"{why}, but holds something else: {names[0]}{more}, which no run of this edkm wrote as it is"
         raise UserError(f"{rule}; move it away, or choose another --output")
@@ -134,15 +133,10 @@ def require_apart(option: str, target: Path, inputs: Iterable[tuple[str, Path]])
     target = Path(os.path.realpath(target.expanduser()))
     for name, given in inputs:
         there = Path(os.path.realpath(given.expanduser()))
-        if target == there:
-            relation = "is"
-        elif there.is_relative_to(target):
-            relation = "contains"
-        elif target.is_relative_to(there):
-            relation = "lies inside"
-        else:
-            continue
-        raise UserError(f"{option} must be apart from the source, but {target} {relation} {name} {there}")
+        relations = {"is": target == there, "contains": there.is_relative_to(target)}
+        relations |= {"lies inside": target.is_relative_to(there)}
+        for relation in (relation for relation, holds in relations.items() if holds):
+            raise UserError(f"{option} must be apart from the source, but {target} {relation} {name} {there}")
 
 
 def cache_paths() -> list[tuple[str, Path]]:
@@ -184,7 +178,6 @@ def replace_file(path: Path, text: str) -> None:
     path = Path(os.path.realpath(path))
     with written_whole(path, f".{os.getpid()}") as partial:
         partial.write_text(text, encoding="utf-8")
-    content = listing(path.parent)
-    if content and path.name != FILES:
+    if (content := listing(path.parent)) and path.name != FILES:
         content["files"][path.name] = entry_of(path)
         write_json(path.with_name(FILES), content)

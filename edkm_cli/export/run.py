@@ -252,8 +252,7 @@ class Session:
 
     def trained_on(self) -> dict[str, Any]:
         """`data` of a report."""
-        overlap = [sum(counts) for counts in zip(*self._overlap.values(), strict=True)]
-        measured = dict(zip(("found", "of"), overlap, strict=True))
+        measured = dict(zip(("found", "of"), map(sum, zip(*self._overlap.values(), strict=True)), strict=True))
         return {**self.data.summary(self.blocks), "measured_and_trained_on": measured}
 
 
@@ -281,7 +280,6 @@ def evaluation_documents(config: TextSettings, texts: Sequence[data.Source], tok
         source = data.parse_source(text, "--data" if held_out else "--eval-data")
         if not held_out:
             require_held_out(list(texts), source)
-        documents[name] = data.load_documents(
-            source, "test" if held_out else None, tokenizer=tokenizer, options=config, characters=needed
-        )
+        split = "test" if held_out else None
+        documents[name] = data.load_documents(source, split, tokenizer=tokenizer, options=config, characters=needed)
     return documents

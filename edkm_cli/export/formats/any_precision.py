@@ -50,8 +50,7 @@ def _planes(indices: Tensor, bits: int) -> Tensor:
     out, columns = indices.shape
     weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8)
     # Of each 128 bytes (or of what is left) thread t gets t, T + t, 2T + t and 3T + t, the first as the highest of its word.
-    parts = torch.arange(columns // 8).split(4 * _WARP)
-    order = torch.cat([some.view(4, -1).flip(0).t().flatten() for some in parts])
+    order = torch.cat([some.view(4, -1).flip(0).t().flatten() for some in torch.arange(columns // 8).split(4 * _WARP)])
     planes = torch.empty(bits, out, columns // _WORD, dtype=torch.int32)
     for plane in range(bits):
         octets = (((indices >> (bits - 1 - plane)) & 1).view(out, -1, 8) * weights).sum(-1, dtype=torch.uint8)

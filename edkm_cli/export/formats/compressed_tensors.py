@@ -94,8 +94,7 @@ def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
             elif scales.dtype == torch.uint8:
                 weight = fp4_weight(packed.view(torch.int32), scales.view(torch.float8_e8m0fnu).float())
             else:
-                divisor = files.get(f"{path}.weight_global_scale")
-                weight = fp4_weight(packed.view(torch.int32), scales.float() / divisor)
+                weight = fp4_weight(packed.view(torch.int32), scales.float() / files.get(f"{path}.weight_global_scale"))
             yield f"{path}.weight", weight
         elif not leaf.startswith("weight_"):
             yield name, files.get(name).float()

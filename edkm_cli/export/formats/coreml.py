@@ -174,8 +174,7 @@ def read(folder: Path, options: Options) -> Iterator[tuple[str, Tensor]]:
 
 def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
     """Tables, norms and biases are float16; of an embedding the scale is, its product with a level, and factors."""
-    exact = source.dense(name)
-    tensor = source.tensors[name]
+    exact, tensor = source.dense(name), source.tensors[name]
     if tensor.module and not tensor.linear:
         data, scale = _embedding(source, tensor.module)
         scale = scale.float().repeat_interleave(data.shape[1] // scale.shape[1], 1)  # of each column

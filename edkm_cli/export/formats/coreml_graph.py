@@ -37,11 +37,8 @@ def program(
     specs = [mb.TensorSpec(shape=(1, last if first == last else get_new_symbol()), dtype=types.int32)]
     if cache:
         state = (config.num_hidden_layers, config.num_key_value_heads, last, head_size(config))
-        specs += [
-            mb.TensorSpec(shape=(1,), dtype=types.int32),
-            mb.StateTensorSpec(state, dtype=types.fp16),
-            mb.StateTensorSpec(state, dtype=types.fp16),
-        ]
+        specs.append(mb.TensorSpec(shape=(1,), dtype=types.int32))
+        specs += [mb.StateTensorSpec(state, dtype=types.fp16) for _ in ("keys", "values")]
 
     def cached(input_ids, position=None, key_cache=None, value_cache=None):  # type: ignore[no-untyped-def]
         return _Decoder(mb, config, cache, weight, rotary).run(input_ids, position, (key_cache, value_cache))

@@ -52,8 +52,7 @@ class Program(nn.Module):
             raise UserError(f"the program takes at most {self._length} tokens, got {position + input_ids.shape[1]}")
         values = {**self._constants, "input_ids": input_ids, "position": torch.tensor([position])}
         for operation in self._operations:
-            results = self._result(operation, values)
-            for variable, result in zip(operation.outputs, results, strict=True):
+            for variable, result in zip(operation.outputs, self._result(operation, values), strict=True):
                 _require_range(variable, result)
                 values[variable.name] = result
         return SimpleNamespace(logits=values[self._outputs[0].name])
@@ -91,17 +90,14 @@ def _as_tensor(value: Any) -> Any:
     if isinstance(value, (str, bool, np.bool_)):
         return value
     array = np.asarray(value)
-    if array.dtype.kind == "f":
-        return torch.from_numpy(np.array(array, dtype=np.float32))
-    return torch.from_numpy(np.array(array, dtype=np.int64))
+    return torch.from_numpy(np.array(array, dtype=np.float32 if array.dtype.kind == "f" else np.int64))
 
 
 def _value(variable: Any, values: dict[str, Any]) -> Any:
     if isinstance(variable, (list, tuple)):
         return [_value(one, values) for one in variable]
-    if variable.name in values:
-        return values[variable.name]
-    return _as_tensor(variable.val)  # an argument that is written in place
+    # Else it is an argument that is written in place.
+    return values[variable.name] if variable.name in values else _as_tensor(variable.val)
 
 
 def _require_range(variable: Any, result: Any) -> None:

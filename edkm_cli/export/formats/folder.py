@@ -179,8 +179,7 @@ class FolderFormat:
 
     def needed_bytes(self, source: Compressed, options: Options) -> int:
         """Disk that the export takes, without the files' headers."""
-        entries = self._entries(source, options)
-        return sum(entry.dtype.itemsize * torch.Size(entry.shape).numel() for entry in entries)
+        return sum(one.dtype.itemsize * torch.Size(one.shape).numel() for one in self._entries(source, options))
 
     def write(self, source: Compressed, folder: Path, options: Options, track: Track = no_progress) -> None:
         """Write the model, one tensor after another. Raises UserError for a number that is too large for its dtype."""

@@ -206,8 +206,7 @@ def _add_tokenizer(writer: Any, source: Compressed) -> None:
     writer.add_token_types(kinds)
     tokenizer = models.load_tokenizer(models.resolve(str(source.directory), trust_remote_code=source.trust_remote_code))
     for kind in ("bos", "eos", "unk", "pad"):
-        number = getattr(tokenizer, f"{kind}_token_id", None)
-        if number is not None:
+        if (number := getattr(tokenizer, f"{kind}_token_id", None)) is not None:
             getattr(writer, f"add_{kind}_token_id")(number)
     writer.add_add_bos_token(tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id])
     if template := tokenizer.chat_template:

@@ -41,10 +41,9 @@ def check(source: Described, options: Options | None) -> None:
     for tensor in source.tensors.values():
         names, expert, *_ = source.places.get(tensor.name, Place(()))
         if not names or expert is not None or (tensor.linear and tensor.shape[0] % (_ROWS * len(names))):
-            raise UserError(
-                f"lut-b holds experts whose matrices are apart in files of their family, and of whole tiles, but "
-                f"{tensor.name} of {source.config.model_type} is not; compress with --experts dense, or export --to dense"
-            )
+            rule = "lut-b holds experts whose matrices are apart in files of their family, and of whole tiles"
+            found = f"{tensor.name} of {source.config.model_type} is not"
+            raise UserError(f"{rule}, but {found}; compress with --experts dense, or export --to dense")
 
 
 def facts(source: Compressed, options: Options) -> dict[str, Any]:
@@ -127,9 +126,7 @@ def decoded(packed: Tensor, codebook: Tensor) -> Tensor:
 def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
     """The source's tensor times its power of two; tables are exact, the rest has the dtype of the options."""
     exact = _scaled(source, name)
-    if source.tensors[name].linear:
-        return exact, exact
-    return exact.to(getattr(torch, options.dtype_name())).float(), exact
+    return exact if source.tensors[name].linear else exact.to(getattr(torch, options.dtype_name())).float(), exact
 
 
 def _scale(source: Compressed) -> float:

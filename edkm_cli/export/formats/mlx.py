@@ -37,10 +37,9 @@ def check(source: Described, options: Options | None) -> None:
     for tensor in source.tensors.values():
         layout = _layout(source, tensor) if tensor.module else {"mode": ""}
         if layout["mode"] == "affine" and (layout["bits"] not in _BITS or layout["group_size"] not in _GROUPS):
-            raise UserError(
-                f"mlx holds 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, but {tensor.module} has {layout['bits']} "
-                f"bits in groups of {layout['group_size']}; use --embedding-bits 8 --embedding-group 64 and --bits 3 to 5"
-            )
+            found = f"{tensor.module} has {layout['bits']} bits in groups of {layout['group_size']}"
+            rule = f"mlx holds 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, but {found}"
+            raise UserError(f"{rule}; use --embedding-bits 8 --embedding-group 64 and --bits 3 to 5")
 
 
 def _layout(source: Described, tensor: DenseTensor) -> dict[str, Any]:
