@@ -91,19 +91,18 @@ class _Stream:
 
 
 # Whatever a model's generation_config.json says: one text, whose tokens can be shown as they come.
-_ONE_ANSWER = {"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
+_ONE_ANSWER = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False}
 
 
 def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner, *, joined: bool = False) -> tuple:
     """(answer, new tokens, seconds). `joined` to the prompt: some decoders drop a space where a text begins."""
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": manner.max_new_tokens, **_ONE_ANSWER}
 
     def numbers(_ids: Tensor, scores: Tensor) -> Tensor:
         if not bool((scores < math.inf).all()):  # a NaN is not less, either
             raise UserError(f"{writer.name}: logits must be numbers, but are NaN or Inf; use --dtype float32")
         return scores
 
-    options["logits_processor"] = [numbers]
+    options = {"max_new_tokens": manner.max_new_tokens, "logits_processor": [numbers], **_ONE_ANSWER}
     if manner.temperature is not None:
         options |= {"do_sample": True, "temperature": manner.temperature, "top_p": manner.top_p}
     start, length = time.perf_counter(), inputs["input_ids"].shape[1]

@@ -52,8 +52,7 @@ def choose_machine(config: CompressConfig, gpu_memory: str | None, gpus: int | N
     named = gpu_memory is not None or gpus is not None
     if named and config.device == "cpu":
         raise UserError("--gpu-memory and --gpus plan for GPUs, but --device is cpu; leave one of them out")
-    device = "cuda" if named else choose_device(config.device)
-    processes = gpus or launched()
+    device, processes = "cuda" if named else choose_device(config.device), gpus or launched()
     world = World(size=processes, device=device, sharded=wants_sharding(config.sharding, processes))
     return Machine(world, parse_bytes(gpu_memory), None) if gpu_memory is not None else this_machine(world)
 
@@ -139,10 +138,8 @@ def _static(plan: RunPlan) -> Peak:
     config, world = plan.config, plan.world
     dense, trained = getattr(torch, plan.dense_dtype), getattr(torch, plan.config.dtype)
     weights = sum(swap.shape[0] * swap.shape[1] for swap in plan.clustered)
-    whole = int(plan.parameters * dense.itemsize * world.share)
-    if plan.by_layer and not plan.writes_text:
-        whole = int(plan.parameters * plan.spec.bits / 8)
-    parts = {"weights": whole}
+    bytes_a_weight = plan.spec.bits / 8 if plan.by_layer and not plan.writes_text else dense.itemsize * world.share
+    parts = {"weights": int(plan.parameters * bytes_a_weight)}
     if config.steps > 0 and config.assignments != "held":
         clustered = int(weights * trained.itemsize * world.share)
         parts = {"weights": clustered, "gradients": clustered, "optimizer": 2 * clustered}

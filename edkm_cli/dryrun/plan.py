@@ -88,9 +88,8 @@ def _dense_sizes(plan: RunPlan) -> Callable[[str], int]:
 def _grouped(plan: RunPlan) -> list[dict[str, Any]]:
     """The swapped modules, counted by role, shape and override."""
     config, counts = plan.config, Counter[tuple[str, tuple[int, ...], str]]()
-    other_bits = f"{config.bits}-bit indices"
-    if config.allocation == SENSITIVITY:
-        other_bits = f"{plan.average:.2f} bits on average, by sensitivity"
+    on_average = f"{plan.average:.2f} bits on average, by sensitivity"
+    other_bits = on_average if config.allocation == SENSITIVITY else f"{config.bits}-bit indices"
     tables = "LUT" if config.palette == FREE else f"scales of {config.palette} tables"
     for swap in plan.swaps:
         if swap.clustered:
@@ -151,9 +150,8 @@ def _alternatives(plan: RunPlan) -> Iterator[tuple[set[str], list[Change], World
     if world.gpu and config.steps:
         shard: Change = ("--sharding full", {"sharding": "full"})
         more = [shard, *(changes[name] for name in ("checkpoint", "batch") if name in changes)]
-        for processes in (2, 4, 8, 16, 32):
-            if processes > world.size:
-                yield {"more"}, more, replace(world, size=processes, sharded=True)
+        for processes in (count for count in (2, 4, 8, 16, 32) if count > world.size):
+            yield {"more"}, more, replace(world, size=processes, sharded=True)
 
 
 def _changes(plan: RunPlan) -> dict[str, Change]:

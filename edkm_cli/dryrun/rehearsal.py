@@ -105,8 +105,7 @@ class Rehearsal:
                 pass
         elif not self._streams and not self.world.sharded:
             # Read as they are stored, then converted one by one; a file of the same dtype is mapped, not copied.
-            mapped = abs(self._stored_bytes - size) < 0.01 * size
-            with self._ledger.more(0 if mapped else self._stored_bytes, FILES):
+            with self._ledger.more(0 if abs(self._stored_bytes - size) < 0.01 * size else self._stored_bytes, FILES):
                 pass
         return model
 
@@ -139,8 +138,7 @@ class Rehearsal:
         """Two tokens of the text that the model writes itself, in a cache that has room for all. Layers that are read one by
         one are rounded as soon as they are there."""
         self._ledger.begin("text")
-        rounded = rounded_bytes(self._skeleton, alone=self._streams) if self._rounds else 0
-        with self._ledger.more(rounded, WEIGHTS):
+        with self._ledger.more(rounded_bytes(self._skeleton, alone=self._streams) if self._rounds else 0, WEIGHTS):
             model = self._dense_model(self.plan.dense_dtype)
             rehearse_text(model, tokens=needed_tokens(self.plan, written=True), device=self.world.device)
             del model  # what is rounded of it is taken off until here

@@ -106,8 +106,7 @@ def evaluate_model(
             dequantize_model(model, getattr(torch, dtype))
             result["dense"] = measure_speed(model, tokens[0])
     if loaded:
-        result |= study.see_tasks(model)
-        result["lm_eval_version"] = tasks.harness_version()
+        result |= study.see_tasks(model) | {"lm_eval_version": tasks.harness_version()}
     dense = result.get("dense")
     if dense and device == "cpu" and dtype != "float32" and dense["weights_resident_bytes"] <= _SMALL_BYTES:
         result["dense_fp32"] = measure_speed(torch.nn.Module.float(model), tokens[0])  # last: nothing casts it back

@@ -30,11 +30,10 @@ def record_layers(model: Any, ids: Tensor, directory: Path) -> None:
 
     Raises UserError for a family whose decoder layers are not known, OSError for a disk that cannot be written to."""
     layers = list(decoder_layers(model).values())
-    linears = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear) and is_plain_linear(m))
-    names: dict[nn.Module, str] = {module: name for name, module in linears}
+    names = {m: name for name, m in model.named_modules() if isinstance(m, nn.Linear) and is_plain_linear(m)}
     kept: dict[str, Tensor] = {}
 
-    def take(matrix: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def take(matrix: Any, args: tuple[Any, ...], output: Any) -> None:
         name, x = names[matrix], args[0].flatten(0, -2)
         if f"{name}.in" not in kept and len(x):
             some = torch.linspace(0, len(x) - 1, min(_MATRIX_TOKENS, len(x)), device=x.device).long()

@@ -20,11 +20,9 @@ def require_same_perplexity(text: Mapping[str, Any], dtype: str) -> None:
     before = "start" if text["trained"] is None else "trained"
     expected, exported = text[before], text["exported"]
     if expected is not None and exported is not None and abs(exported - expected) > _TOLERANCE[dtype] * expected:
-        raise UserError(
-            f"the exported model must have the perplexity of the {before} one, but {before} is {expected:.4f} and exported "
-            f"{exported:.4f}: the files do not hold the model; nothing was put in place, please report it with the model's "
-            "name"
-        )
+        rule = f"the exported model must have the perplexity of the {before} one"
+        found = f"{before} is {expected:.4f} and exported {exported:.4f}: the files do not hold the model"
+        raise UserError(f"{rule}, but {found}; nothing was put in place, please report it with the model's name")
 
 
 def require_ratio(
@@ -62,11 +60,9 @@ def require_passed(verdict: Mapping[str, Any]) -> None:
     """Raises UserError, naming the limits that were not kept and the worst matrix."""
     if verdict["passed"]:
         return
-    failed = [
-        f"{row['limit']} is {row['bound']:g}, but {row['of']}"
-        + f" has {row['value']:.4g}" * (not math.isnan(row["value"]))
-        for row in verdict["limits"]
-        if not row["passed"]
-    ]
+    broken = [row for row in verdict["limits"] if not row["passed"]]
+    values = [f" has {row['value']:.4g}" * (not math.isnan(row["value"])) for row in broken]
+    pairs = zip(broken, values, strict=True)
+    failed = [f"{row['limit']} is {row['bound']:g}, but {row['of']}{value}" for row, value in pairs]
     failed += [f"the largest error of a matrix is {row['error']:.3g}, of {row['name']}" for row in verdict["worst"][:1]]
     raise UserError(f"the verdict is fail: {'; '.join(failed)}")

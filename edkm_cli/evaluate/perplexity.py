@@ -96,13 +96,10 @@ def perplexity(
     count = windows.shape[0] * (width - 1)
     loss_per_token = float(total[0]) / count
     if not math.isfinite(loss_per_token):
-        raise UserError(
-            f"{description} must be a number, but the model's mean loss is {loss_per_token}: its weights are broken, or "
-            "its activations do not fit its dtype; use --dtype float32 or bfloat16",
-            everywhere=True,
-        )
-    value = math.exp(min(loss_per_token, 700.0))
-    facts = (value, windows.shape[0], width, tokens.numel(), time.perf_counter() - start)
+        rule = f"{description} must be a number, but the model's mean loss is {loss_per_token}"
+        why = "its weights are broken, or its activations do not fit its dtype"
+        raise UserError(f"{rule}: {why}; use --dtype float32 or bfloat16", everywhere=True)
+    facts = (math.exp(min(loss_per_token, 700.0)), windows.shape[0], width, tokens.numel(), time.perf_counter() - start)
     if reference is None:
         return Perplexity(*facts)
     return Perplexity(*facts, float(total[1]) / count, float(total[2]) / count, torch.stack(predictions))

@@ -148,8 +148,7 @@ def _check_task_path(task_path: str | Path | None) -> Path | None:
     folder = Path(task_path).expanduser().absolute()
     if not folder.is_dir():
         raise UserError(f"--task-path must be a directory with task files (*.yaml), but {folder} is not a directory")
-    files = sorted(folder.rglob("*.yaml"))
-    if not files:
+    if not (files := sorted(folder.rglob("*.yaml"))):
         raise UserError(f"--task-path must hold task files (*.yaml), but {folder} holds none")
     for file in files:
         try:

@@ -100,7 +100,6 @@ class Measurements:
             shown = [*later, DENSE] if dense is not None else later
             stages = {stage: {name: self._of(stage, text, name) for name in DISTANCES} for stage in shown}
             compared = [stages[stage] for stage in later if stages[stage]["kl_per_token"] is not None]
-            row |= compared[-1] if compared else dict.fromkeys(DISTANCES)
-            row["stages"] = stages
+            row |= (compared[-1] if compared else dict.fromkeys(DISTANCES)) | {"stages": stages}
             row |= {"not_compared": self._why_not} if self._why_not else {}
         return rows

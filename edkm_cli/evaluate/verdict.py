@@ -78,9 +78,8 @@ class Study:
             return measured, {}
         longest = (self._measure(model, self._longest) or measured)[0]
         assert longest.predictions is not None
-        rows: dict[str, Any] = {"layers": [], "matrices": []}
-        if self._knows_layers:
-            rows |= compare_layers(model, self._sample, self.directory / "layers")
+        nothing: dict[str, Any] = {"layers": [], "matrices": []}
+        rows = compare_layers(model, self._sample, self.directory / "layers") if self._knows_layers else nothing
         compared = None
         if self._asked:
             texts = writing.write(model, self._asked, track=self.track)

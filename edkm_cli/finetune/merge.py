@@ -61,8 +61,7 @@ def merge(
     if launched() > 1:
         raise UserError("edkm merge is for one process; start it without torchrun or accelerate launch")
     check_adapter(adapter)
-    config = with_data(config, adapter)
-    run = _Run(directory, adapter, config, observer or Observer())
+    run = _Run(directory, adapter, with_data(config, adapter), observer or Observer())
     require_base(run, adapter)
     return run.run("DIR", directory, overwrite=overwrite)
 
@@ -79,20 +78,17 @@ def require_base(session: PackedSession, adapter: Path) -> None:
     trained_on = (listing(adapter).get("identity") or {}).get("model_sha256")
     same = trained_on == session.digest() if trained_on else not base or Path(base).resolve() == directory.resolve()
     if not same:
-        raise UserError(
-            f"--adapter {adapter} does not fit {directory}: it was trained on {base or 'another model'}"
-            f"{', whose files were others' if trained_on else ''}; merge it into the model that it was trained on"
-        )
+        others = ", whose files were others" if trained_on else ""
+        rule = f"--adapter {adapter} does not fit {directory}: it was trained on {base or 'another model'}{others}"
+        raise UserError(f"{rule}; merge it into the model that it was trained on")
 
 
 def with_data(config: MergeConfig, adapter: Path) -> MergeConfig:
     """The configuration with the adapter's own text where none is named, and with its way to learn it where nothing else is
     asked for. Raises UserError where there is none."""
-    trained_on = read_object(adapter / FINETUNED).get("config")
-    trained_on = trained_on if isinstance(trained_on, dict) else {}
-    told = {"train_on": "completions", "packing": False, "long_records": "split"}
-    told |= {name: trained_on[name] for name in told if name in trained_on}
-    learnt: dict[str, Any] = {name: value for name, value in told.items() if getattr(config, name) is None}
+    trained_on = told if isinstance(told := read_object(adapter / FINETUNED).get("config"), dict) else {}
+    usual: dict[str, Any] = {"train_on": "completions", "packing": False, "long_records": "split"}
+    learnt = {name: trained_on.get(name, value) for name, value in usual.items() if getattr(config, name) is None}
     if config.data:
         return replace(config, **learnt)
     names = _names(trained_on.get("data"))
@@ -123,8 +119,7 @@ class _Run(PackedSession):
         torch.manual_seed(self.config.seed)
         with self.clock.phase("load"):
             model = self.load_model(self.directory)
-            dense = self.dense_format(model)
-            generation = copy.deepcopy(model.generation_config)
+            dense, generation = self.dense_format(model), copy.deepcopy(model.generation_config)
             model = load_adapter(model, self.adapter)
             require_mergeable(model)
             layers = len(adapted_layers(model))
@@ -217,10 +212,9 @@ def require_mergeable(model: PeftModel) -> None:
         if packed and (".original_module" in name or ".modules_to_save" in name):
             raise UserError(f"an adapter that has a copy of a packed matrix cannot be merged, but this one has {name}")
         if name.endswith(".base_layer") and not linear and (packed or getattr(module, "weight", None) is tied):
-            raise UserError(
-                f"the adapter changes {name.removesuffix('.base_layer')}, whose weight has a palette of its own, or is the "
-                "other embedding, too, and cannot be merged into; train an adapter with --target-modules all-linear"
-            )
+            path = name.removesuffix(".base_layer")
+            rule = f"the adapter changes {path}, whose weight has a palette of its own, or is the other embedding, too"
+            raise UserError(f"{rule}, and cannot be merged into; train an adapter with --target-modules all-linear")
 
 
 def cluster_again(model: PeftModel, clustering: Clustering) -> Any:

@@ -180,8 +180,7 @@ class PackedRows(nn.Module):
         self.numbers = [n for m in members for n in (*m[:2], *m.tile)]
         self.indices = nn.Parameter(indices, requires_grad=False)
         self.luts = nn.Parameter(luts, requires_grad=False)
-        key = dispatch.keep(list(_matrices(self.indices, self.luts, members, columns)), columns)
-        if key is not None:
+        if (key := dispatch.keep([*_matrices(self.indices, self.luts, members, columns)], columns)) is not None:
             weakref.finalize(self, lut_linear_c.forget, key)
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
