@@ -94,8 +94,7 @@ def perplexity(
             predictions.append(figures)
     world.sum(total)
     count = windows.shape[0] * (width - 1)
-    loss_per_token = float(total[0]) / count
-    if not math.isfinite(loss_per_token):
+    if not math.isfinite(loss_per_token := float(total[0]) / count):
         rule = f"{description} must be a number, but the model's mean loss is {loss_per_token}"
         why = "its weights are broken, or its activations do not fit its dtype"
         raise UserError(f"{rule}: {why}; use --dtype float32 or bfloat16", everywhere=True)

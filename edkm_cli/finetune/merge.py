@@ -122,8 +122,7 @@ class _Run(PackedSession):
             dense, generation = self.dense_format(model), copy.deepcopy(model.generation_config)
             model = load_adapter(model, self.adapter)
             require_mergeable(model)
-            layers = len(adapted_layers(model))
-            trust = self.config.trust_remote_code
+            layers, trust = len(adapted_layers(model)), self.config.trust_remote_code
             chain = layers_form_a_chain(stored_skeleton(self.directory, trust_remote_code=trust))
             self.open_texts(model.config, token_limit=self.needed_tokens, stages=("compressed", "adapted", "merged"))
             if self.config.packing and self.config.steps:

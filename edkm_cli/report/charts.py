@@ -99,8 +99,7 @@ def line_chart(
     ys = [y for s in drawn for _, y in s.points]
     log = wants_log(ys) if log is None else log
     low, high = (min(ys) / 1.1, max(ys) * 1.1) if log else (min(0.0, *ys), max(ys) * 1.04 or 1.0)
-    x = Axis(min(xs), max(xs), 56, width - 14)
-    y = Axis(low, high, height - 26, 26, log)
+    x, y = Axis(min(xs), max(xs), 56, width - 14), Axis(low, high, height - 26, 26, log)
     beside = 4 + 7 * len(x_label) + 16  # a figure there would stand on the label
     return chart(
         "line_chart", title=title, width=width, height=height, x=x, y=y, x_label=x_label, y_label=y_label, series=drawn,

@@ -62,8 +62,7 @@ class _Decoder:
         embedding, factors = (self.weight(f"model.embed_tokens.{leaf}") for leaf in ("weight", "factors"))
         self.n = mb.expand_dims(x=mb.gather(x=mb.shape(x=input_ids), indices=1, axis=0), axes=[0])
         self.start = position if self.cache else mb.sub(x=self.n, y=self.n)
-        self.end = mb.add(x=self.start, y=self.n)
-        self.states = states
+        self.end, self.states = mb.add(x=self.start, y=self.n), states
         x = self._times(mb.gather(x=embedding, indices=input_ids, axis=0), factors)
         size = mb.concat(values=[self.n, [self.head_size]], axis=0)
         begin = mb.concat(values=[self.start, [0]], axis=0)

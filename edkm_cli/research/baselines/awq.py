@@ -70,8 +70,7 @@ def quantize(
     """
     check_at_least(3 if duo_scaling else 1, grid=grid)
     form = Uniform(task.bits, task.group_size, "symmetric" if symmetric else "minmax", scale_dtype)
-    layers = form.linears(task.model)
-    stream = BlockStream(task.model, task.batches)
+    layers, stream = form.linears(task.model), BlockStream(task.model, task.batches)
     sites = {path: _sites(block, path) for path, block in stream.blocks.items()}
     quantized = set(layers.values())
     for index, (path, block) in enumerate(task.track(stream.blocks.items(), "awq", len(stream.blocks))):

@@ -77,9 +77,7 @@ class Gram:
     """The sum of x x^T over a layer's inputs, (in, in) float32, and the mean magnitude of each input channel: a hook."""
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self.products = torch.zeros(())
-        self._magnitudes = torch.zeros(())
+        self.tokens, self.products, self._magnitudes = 0, torch.zeros(()), torch.zeros(())
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         x = args[0].reshape(-1, args[0].shape[-1]).float()  # (tokens, in)

@@ -44,8 +44,7 @@ def quantize(
         raise UserError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     check_positive(damping=damping)
     form = Uniform(task.bits, task.group_size, "symmetric" if symmetric else "minmax")
-    layers = form.linears(task.model)
-    stream = BlockStream(task.model, task.batches)
+    layers, stream = form.linears(task.model), BlockStream(task.model, task.batches)
     for index, (path, block) in enumerate(task.track(stream.blocks.items(), "gptq", len(stream.blocks))):
         for stage in stream.stages(index):
             members: list[Any] = [block.get_submodule(name) for name in stage if f"{path}.{name}" in layers]
@@ -65,9 +64,8 @@ def _hessian(stream: BlockStream, index: int, layer: nn.Linear) -> Tensor:
     gram = Gram()
     with hooked([layer], gram), hooked([layer], _leave):
         stream.run(index)
-    if not gram.tokens:  # never called on this text: nothing is known of its inputs
-        return torch.eye(layer.in_features, device=layer.weight.device)
-    return gram.products
+    # Of a layer that is never called on this text nothing is known of its inputs.
+    return gram.products if gram.tokens else torch.eye(layer.in_features, device=layer.weight.device)
 
 
 def _leave(layer: nn.Module, args: tuple[Any, ...]) -> None:

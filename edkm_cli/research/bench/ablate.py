@@ -61,10 +61,7 @@ def run(settings: Ablation, *, log: Callable[[str], None] = print) -> dict[str, 
     table1 = measure_table1(device)
     log(f"ablation: {settings.learners} learners, {settings.width} x {settings.width}, {settings.bits} bits")
     reports = _run_learners(setting)
-    rows = [
-        _merge(technique, [report["rows"][technique] for report in reports if technique in report["rows"]])
-        for technique in TECHNIQUES
-    ]
+    rows = [_merge(name, [one["rows"][name] for one in reports if name in one["rows"]]) for name in TECHNIQUES]
     for row in rows:
         row["reduction"] = rows[0]["bytes"] / max(row["bytes"], 1)
     dense = [row["gradient"] for row in rows if row["technique"] != "closed-form"]
@@ -219,8 +216,7 @@ class _Layer:
         width, count = setting["width"], 2 ** setting["bits"]
         dtype = getattr(torch, setting["dtype"])
         generator = torch.Generator().manual_seed(0)
-        weight = torch.randn(width, width, generator=generator).mul_(0.02).to(dtype)
-        self.weight = torch.nn.Parameter(weight.to(device))
+        self.weight = torch.nn.Parameter(torch.randn(width, width, generator=generator).mul_(0.02).to(dtype).to(device))
         self.centroids = torch.linspace(-0.04, 0.04, count).to(device, dtype)
         self.x = torch.randn(TOKENS, width, generator=generator).to(device, dtype).requires_grad_()
         self._iterations = setting["iterations"]
@@ -252,9 +248,8 @@ class _Layer:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         assert self.weight.grad is not None
-        counts = None
-        if uniquify is not None:
-            counts = {name: getattr(uniquify, name) for name in ("packed", "refused", "index_bytes", "table_bytes")}
+        counted = ("packed", "refused", "index_bytes", "table_bytes")
+        counts = None if uniquify is None else {name: getattr(uniquify, name) for name in counted}
         return {
             "bytes": kept_bytes,
             "seconds": seconds,

@@ -204,24 +204,16 @@ def format_table(result: dict[str, Any]) -> str:
     for row, time in zip(measured, seconds, strict=True):
         to_linear = time / result["linear_forward_backward_seconds"]
         times = dense.get(str(row["shape"]), 0.0) / time
-        rows.append(
-            [
-                *(row["method"], row["granularity"], "x".join(map(str, row["shape"]))),
-                *(f"{row['forward_seconds']:.4f}", f"{row['backward_seconds']:.4f}"),
-                *(f"{row['saved_bytes_per_weight']:.3f}", f"{row['peak_memory_bytes'] / _GIB:.3f}"),
-                f"{to_linear:.3f}x" if row["shape"] == measured[0]["shape"] else "",
-                f"{times:.0f}x" if times else "",
-            ]
-        )
+        about = [row["method"], row["granularity"], "x".join(map(str, row["shape"]))]
+        passes = [f"{row['forward_seconds']:.4f}", f"{row['backward_seconds']:.4f}"]
+        sizes = [f"{row['saved_bytes_per_weight']:.3f}", f"{row['peak_memory_bytes'] / _GIB:.3f}"]
+        ratio = f"{to_linear:.3f}x" if row["shape"] == measured[0]["shape"] else ""
+        rows.append([*about, *passes, *sizes, ratio, f"{times:.0f}x" if times else ""])
     header = ["method", "granularity", "shape", "forward s", "backward s", "saved B/w", "peak GiB"]
     header += ["vs linear", "vs dense"]
     where = result["hardware"]
-    return "\n".join(
-        [
-            table(rows, header=header),
-            *(f"{row['method']} skipped: {row['skipped']}" for row in result["rows"] if "skipped" in row),
-            f"linear, {result['linear_dtype']}, {result['tokens']} tokens, forward + backward: "
-            f"{result['linear_forward_backward_seconds']:.4f} s; copy {result['copy_bytes_per_second'] / 1e9:.1f} GB/s; "
-            f"{where['gpu'] or where['cpu']}, {where['threads']} threads",
-        ]
-    )
+    skipped = [f"{row['method']} skipped: {row['skipped']}" for row in result["rows"] if "skipped" in row]
+    linear = f"linear, {result['linear_dtype']}, {result['tokens']} tokens, forward + backward"
+    figures = f"{result['linear_forward_backward_seconds']:.4f} s; copy {result['copy_bytes_per_second'] / 1e9:.1f} GB/s"
+    machine = f"{where['gpu'] or where['cpu']}, {where['threads']} threads"
+    return "\n".join([table(rows, header=header), *skipped, f"{linear}: {figures}; {machine}"])

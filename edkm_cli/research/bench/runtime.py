@@ -99,8 +99,7 @@ def _copies(kept_bytes: int, cold: bool, device: torch.device) -> int:
 
 
 def _random(shape: tuple[int, int], bits: int, granularity: str, device: torch.device) -> Packed:
-    tiles = Granularity.parse(granularity)
-    generator = torch.Generator().manual_seed(bits)
+    tiles, generator = Granularity.parse(granularity), torch.Generator().manual_seed(bits)
     codes = torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=generator)
     lut = torch.randn(tiles.groups(*shape), 2**bits, generator=generator).sort(1).values.half()
     return Packed(pack(codes, bits).to(device), lut.to(device), None, bits, tiles.tile(*shape))
@@ -129,10 +128,8 @@ def run(settings: RuntimeBench, *, log: Callable[[str], None] = print) -> dict[s
     for size, count, tiles in itertools.product(sizes, settings.bits, settings.granularity):
         packed = _random(size, count, tiles, place)
         dense = lut_linear_torch.dense(packed, size[1], torch.float32)
-        matrices = [
-            packed._replace(indices=packed.indices.clone(), table=packed.table.clone())
-            for _ in range(_copies(packed.indices.nbytes, settings.cold, place))
-        ]
+        copies = range(_copies(packed.indices.nbytes, settings.cold, place))
+        matrices = [packed._replace(indices=packed.indices.clone(), table=packed.table.clone()) for _ in copies]
         halves = [dense.bfloat16() for _ in range(_copies(2 * dense.numel(), settings.cold, place))]
         fulls = [dense.clone() for _ in range(_copies(4 * dense.numel(), settings.cold, place))]
         for number in settings.tokens:
@@ -191,10 +188,7 @@ def format_table(result: dict[str, Any]) -> str:
     """The result of `run` as a text table: how many times as fast as `F.linear` in bfloat16 and float32."""
     head = ["shape", "tokens", "bits", "granularity", "dtype", "packed us", "vs bf16", "vs fp32", "GB/s", "of copy"]
     lines = [table([*map(_cells, result["rows"])], header=head)]
-    where = result["hardware"]
-    if result["cold"]:
-        lines.append("each matrix one of many, which no cache holds")
-    lines.append(
-        f"copy {result['copy_bytes_per_second'] / 1e9:.1f} GB/s; {where['gpu'] or where['cpu']}, {where['threads']} threads"
-    )
+    copied, where = result["copy_bytes_per_second"] / 1e9, result["hardware"]
+    lines += ["each matrix one of many, which no cache holds"] * result["cold"]
+    lines.append(f"copy {copied:.1f} GB/s; {where['gpu'] or where['cpu']}, {where['threads']} threads")
     return "\n".join(lines)

@@ -22,8 +22,7 @@ def format_table(result: dict[str, Any]) -> str:
     rows: list[list[str]] = []
     notes, several = [], False
     for same in _by_seed(result["rows"]):
-        name = display_name(same[0])
-        measured = [one for one in same if not one["error"]]
+        name, measured = display_name(same[0]), [one for one in same if not one["error"]]
         notes += [f"{one['label']}: {one['error']}" for one in same if one["error"]]
         if not measured:
             rows.append([name, "failed", *[""] * (len(header) - 2)])
@@ -34,16 +33,14 @@ def format_table(result: dict[str, Any]) -> str:
         cost = [f"{row['calibration_tokens']:,}", f"{row['training_tokens']:,}", f"{row['seconds'] / 60:.1f}"]
         sizes = [megabytes(row[key]) for key in ("weights_bytes", "peak_memory_bytes")]
         rows.append([name, *form, sizes[0], *figures, *cost, sizes[1]])
-        if row["note"]:
-            notes.append(f"{row['label']}: {row['note']}")
+        notes += [f"{row['label']}: {row['note']}"] * bool(row["note"])
     setting = result["setting"]
     every = [setting | text for row in result["rows"] for text in row["texts"] or ()]
     counts, contexts = (" or ".join(map(str, sorted({one[key] for one in every}))) for key in ("windows", "context"))
     head = f"{setting['model']}: perplexity of {counts} windows of {contexts} tokens, {' | '.join(names)}"
-    legend = (
-        "KL: from the uncompressed model, per token; training: what was trained, if anything; bits/weight: decoder "
-        "linears, all side information counted; calibrated, trained: tokens"
-    ) + "; +-: half of the range over seeds" * several
+    legend = "KL: from the uncompressed model, per token; training: what was trained, if anything"
+    legend += "; bits/weight: decoder linears, all side information counted; calibrated, trained: tokens"
+    legend += "; +-: half of the range over seeds" * several
     seconds = sum((row[key] or 0.0) for row in result["rows"] for key in ("seconds", "evaluation_seconds"))
     total = f"all rows: {seconds / 3600:.1f} hours"  # of methods and their evaluations, loading left out
     return "\n".join([head, legend, "", table(rows, header=header), *[""] * bool(notes), *notes, "", total])
@@ -69,10 +66,8 @@ def _short_names(rows: list[dict[str, Any]]) -> list[str]:
     """A name for each row: of its options those without which two rows, trained or both not, would have the same."""
 
     def named(*hidden: str) -> list[tuple[str, bool]]:
-        return [
-            (f"{display_name(row, *hidden)} {row['granularity']}".rstrip(), bool(row["training_tokens"]))
-            for row in rows
-        ]
+        names = (f"{display_name(row, *hidden)} {row['granularity']}".rstrip() for row in rows)
+        return [(name, bool(row["training_tokens"])) for name, row in zip(names, rows, strict=True)]
 
     hidden: list[str] = []
     different = len(set(named()))

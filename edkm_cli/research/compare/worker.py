@@ -218,10 +218,8 @@ def _ours(settings: dict[str, Any], directory: Path, **how: Any) -> tuple[dict[s
     config = from_mapping(CompressConfig, {**settings["arguments"], "output": str(directory)})
     report = compress(config, **how)
     config = replace(config, **report["resolved"])
-    limits = (
-        (config.calibration_tokens or 0) if config.importance != "none" else 0,
-        (config.start_tokens or 0) if config.start != "kmeans" else 0,
-    )
+    calibrated = (config.calibration_tokens or 0) if config.importance != "none" else 0
+    fitted = (config.start_tokens or 0) if config.start != "kmeans" else 0
     spec = read_spec(directory)
     assert spec is not None
     row = {
@@ -230,7 +228,7 @@ def _ours(settings: dict[str, Any], directory: Path, **how: Any) -> tuple[dict[s
         "granularity": config.granularity,
         "decoder_bits_per_weight": report["decoder_bits_per_weight"],
         "weights_bytes": report["weights_bytes"],
-        "calibration_tokens": min(max(limits), sum(one["tokens"] for one in report["data"]["sources"])),
+        "calibration_tokens": min(max(calibrated, fitted), sum(one["tokens"] for one in report["data"]["sources"])),
         "training_tokens": report["training_tokens"],
         "seconds": round(sum(took for name, took in report["seconds"].items() if name not in ("evaluate", "dense")), 3),
         "note": f"embeddings {f'at {spec.embedding_widths} bits' if spec.packs_embeddings else 'as they came'}",
