@@ -196,8 +196,7 @@ def load_source(source: models.ModelSource, *, dequantize: bool, dtype: str, dev
     Raises UserError if the model cannot be had, or cannot be decoded.
     """
     if dequantize and not source.gguf_file:
-        method = quantization_method(models.load_config(source, may_be_quantized=True))
-        if method == QUANT_METHOD:
+        if (method := quantization_method(models.load_config(source, may_be_quantized=True))) == QUANT_METHOD:
             # Decoded in float32 and rounded once.
             directory, trust = models.safetensors_directory(source), source.trust_remote_code
             model = load(directory, dtype=torch.float32, trust_remote_code=trust).dequantize(getattr(torch, dtype))
@@ -206,8 +205,7 @@ def load_source(source: models.ModelSource, *, dequantize: bool, dtype: str, dev
             model.config._name_or_path, model.config.dtype = source.name, getattr(torch, dtype)
             return model.to(device).eval()
         if method is not None:
-            layers = open_layers(source, dtype=getattr(torch, dtype), device=device, dequantize=True)
-            if layers is None:
+            if (layers := open_layers(source, dtype=getattr(torch, dtype), device=device, dequantize=True)) is None:
                 rule = f"--dequantize reads {method} matrix by matrix, which files of {source.name} do not allow"
                 raise UserError(f"{rule} in {dtype}; use --dtype bfloat16, or give the model that it was made from")
             for path in layers.paths:

@@ -29,8 +29,7 @@ def check_checkpoint(directory: str | Path, *, trust_remote_code: bool = False) 
     Raises UserError naming the first thing that is wrong.
     """
     directory = Path(directory)
-    spec = read_spec(directory)
-    if spec is None:
+    if (spec := read_spec(directory)) is None:
         found = "its config.json says otherwise" if (directory / "config.json").is_file() else "no config.json is there"
         raise UserError(f"{directory} must be a checkpoint written by edkm compress, but {found}")
     model_files.require_no_adapter(directory)
@@ -106,8 +105,7 @@ def expected_tensors(
         # A palettized module registers its dense one's parameters first; tied ones and biases that stay None count, too.
         with no_larger_than(directory, tensors=limit, remedy=AGAIN):
             model = skeleton(config, spec, trust_remote_code=trust_remote_code)
-        hidden = sum(buffer.nbytes for _, buffer in model.named_non_persistent_buffers())
-        if hidden > _MAX_BUFFER_BYTES:
+        if (hidden := sum(buffer.nbytes for _, buffer in model.named_non_persistent_buffers())) > _MAX_BUFFER_BYTES:
             rule = f"{directory}/config.json describes a model that needs {hidden} bytes beside its weights"
             raise UserError(f"{rule}, more than the {_MAX_BUFFER_BYTES} that are given; {AGAIN}")
         return describe_tensors(model, skeleton_tensors(model))

@@ -87,8 +87,7 @@ class Gradients:
             return
         setattr(parameter.grad, STANDS_FOR, stands_for(parameter))
         self._ledger.move([parameter.grad], GRADIENTS)
-        layer = self._layers.get(id(parameter), [])
-        if layer and all(other.grad is not None for other in layer):
+        if (layer := self._layers.get(id(parameter), [])) and all(other.grad is not None for other in layer):
             gradients = [other.grad for other in layer if other.grad is not None]
             with self._ledger.more(_REDUCED_LAYERS * size_bytes(gradients), SHARDING):
                 pass

@@ -76,8 +76,7 @@ class Stage:
         if self.world.gpu:
             on_host = any(isinstance(a, Tensor) and a.dim() and self.ledger.holds(a, HOST) for a in args)
             self.ledger.place = HOST if on_host else self._place
-        effect = _effect(func)
-        if effect == "writes" and args[0].is_meta:
+        if (effect := _effect(func)) == "writes" and args[0].is_meta:
             return args[0]
         return self._again(func, args, kwargs) if effect == "makes" else func(*args, **kwargs)
 
@@ -247,8 +246,7 @@ _QUESTIONS: dict[Any, Callable[[Tensor], Any]] = {
 @cache
 def _effect(func: Any) -> str:
     """By an operation's schema, that it `makes` tensors, no views, or `writes` into the first one it gets and returns it."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or torch.Tag.inplace_view in func.tags:
+    if (schema := getattr(func, "_schema", None)) is None or torch.Tag.inplace_view in func.tags:
         return ""
     if schema.is_mutable:
         return "writes" if schema.name.endswith("_") and len(schema.returns) == 1 else ""

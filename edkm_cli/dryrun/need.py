@@ -121,8 +121,7 @@ def least(plan: RunPlan) -> Need:
 
 def with_heap(need: Need) -> Need:
     """The need of a run on a CPU that keeps freed blocks for reuse."""
-    waiting = need.device.waiting
-    if waiting is None:
+    if (waiting := need.device.waiting) is None:
         waiting = int(_HEAP_SHARE * sum(size for part, size in need.device.parts.items() if part != RUNTIME))
     return need if need.host else replace(need, device=_with(need.device, HEAP, waiting))
 

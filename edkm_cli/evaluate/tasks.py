@@ -61,8 +61,7 @@ def load_tasks(settings: EvalConfig) -> dict[str, Any]:
         if not loaded[name]["tasks"]:
             raise UserError(f"--tasks {name} is a group with no tasks; choose another")
         for task in loaded[name]["tasks"].values():  # the number of examples by the harness's rule, and their seed
-            fixed = task.get_config("num_fewshot")
-            if fixed is None or (fixed != 0 and settings.num_fewshot is not None):
+            if (fixed := task.get_config("num_fewshot")) is None or (fixed != 0 and settings.num_fewshot is not None):
                 task.set_config(key="num_fewshot", value=settings.num_fewshot or 0)
             if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
                 raise UserError(f"--tasks {name} runs code that a model writes, or shows images; choose another")
@@ -145,8 +144,7 @@ def _check_task_path(task_path: str | Path | None) -> Path | None:
     """The directory, absolute, if every task file in it is YAML: the harness itself skips broken files silently."""
     if task_path is None:
         return None
-    folder = Path(task_path).expanduser().absolute()
-    if not folder.is_dir():
+    if not (folder := Path(task_path).expanduser().absolute()).is_dir():
         raise UserError(f"--task-path must be a directory with task files (*.yaml), but {folder} is not a directory")
     if not (files := sorted(folder.rglob("*.yaml"))):
         raise UserError(f"--task-path must hold task files (*.yaml), but {folder} holds none")

@@ -64,8 +64,7 @@ def foreign(directory: Path) -> list[str]:
 
 
 def _is_ours(directory: Path, name: str, files: dict[str, Any], *, begun: bool) -> bool:
-    path = directory / name
-    if path.is_symlink():
+    if (path := directory / name).is_symlink():
         return False
     if name in (MARKER, f"{MARKER}.tmp", FILES, f"{FILES}.tmp"):
         return path.is_file()

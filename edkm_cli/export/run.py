@@ -139,8 +139,7 @@ class Session:
         if self.world.any(self.world.on_main(lambda: self.identity) != self.identity):
             rule = "all processes must have the same settings, model and texts, but they differ"
             raise UserError(f"{rule}; give each node the same files", everywhere=True)
-        content = output.finished(report, self.identity, asdict(asked))
-        if content is None:
+        if (content := output.finished(report, self.identity, asdict(asked))) is None:
             self.unfinished = output.unfinished(self.identity)
         else:
             self.watch.say(f"{config.output} is finished already")

@@ -140,8 +140,7 @@ class Compressed(Described):
 
     def dense(self, name: str) -> Tensor:
         """A tensor of the dense model in float32, exactly as docs/format.md defines it."""
-        tensor = self.tensors[name]
-        if not tensor.module:
+        if not (tensor := self.tensors[name]).module:
             return self.stored(name).float()
         if tensor.linear:
             granularity = self.spec.granularity_of(tensor.module)

@@ -111,8 +111,7 @@ def require_palettized(directory: Path) -> QuantizationSpec:
     """The format of a compressed model. Raises UserError for another directory."""
     if not directory.is_dir():
         raise UserError(f"DIR must be the directory of a compressed model, but there is no directory {directory}")
-    spec = read_spec(directory)
-    if spec is None:
+    if (spec := read_spec(directory)) is None:
         rule = f"DIR must be what edkm compress wrote, but {directory} is not; to compress a model while it learns a"
         raise UserError(f"{rule} text use edkm compress, to train it as it is use peft")
     return spec

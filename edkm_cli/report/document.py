@@ -103,15 +103,13 @@ def page(run: RunFiles, weights: Weights | None) -> str:
 
 
 def _sentence(run: RunFiles) -> str:
-    report = run.report
-    if not report:
+    if not (report := run.report):
         done = f"{len(run.metrics):,} of {run.steps:,} steps are done"
         return f"{done}, the loss is {figure(run.metrics[-1].get('loss', 0.0))}." if run.metrics else f"{done}."
     smaller = f"{report['original_weights_bytes'] / report['weights_bytes']:.2f} times smaller than in 16 bits"
     trained = f"after {report['steps']:,} training steps" if report["steps"] else "without training"
     texts = [text for text in run.texts if {"exported", "original"} <= text.keys()]
-    factors = [f"{text['exported'] / text['original']:.2f} times" for text in texts]
-    if not factors:
+    if not (factors := [f"{text['exported'] / text['original']:.2f} times" for text in texts]):
         return f"{smaller.capitalize()}, {trained}."
     if len(factors) < 2:
         return f"{smaller.capitalize()} at {factors[0]} the perplexity, {trained}."
@@ -122,8 +120,7 @@ def _sentence(run: RunFiles) -> str:
 
 def perplexity_section(run: RunFiles) -> dict[str, Any] | None:
     """Bars before and after for each text, a table of all, and perplexities by step where they were measured."""
-    texts = [text for text in run.texts if stages_of(text)]
-    if not texts:
+    if not (texts := [text for text in run.texts if stages_of(text)]):
         return None
     names = text_names([text["data"] for text in texts])
     where = f"Measured on {windows_of({'texts': texts})}. " if run.finished else ""

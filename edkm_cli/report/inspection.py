@@ -85,8 +85,7 @@ def _check_values(directory: Path, name: str, tensor: Tensor, module: Any) -> No
 
 def _check_report(source: Compressed) -> bool:
     """Compare the sizes in report.json with the files'; False where there is no report."""
-    path = source.directory / "report.json"
-    if not path.is_file():
+    if not (path := source.directory / "report.json").is_file():
         return False
     report, facts = read_json(path, remedy=AGAIN), describe(source)
     for key in ("weights_bytes", "decoder_bits_per_weight", "model_bits_per_weight"):

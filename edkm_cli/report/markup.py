@@ -34,8 +34,7 @@ def figure(value: float) -> str:
     """
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
-    size = abs(value)
-    if size < 1e-3:
+    if (size := abs(value)) < 1e-3:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{float(mantissa):g}e{int(exponent)}"
     if size >= 1000:

@@ -49,8 +49,7 @@ class EdkmVllmConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> "EdkmVllmConfig":
         """Read the `quantization_config` of a checkpoint."""
         try:
-            spec = QuantizationSpec.from_mapping(config)
-            if spec.palette != FREE:
+            if (spec := QuantizationSpec.from_mapping(config)).palette != FREE:
                 raise UserError(f"vllm serves free tables, not palette {spec.palette}; see edkm export")
             return cls(spec)
         except UserError as error:

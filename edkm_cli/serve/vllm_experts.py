@@ -113,8 +113,7 @@ def _load(layer: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
     modules = dict(layer.named_modules())
     for name, stored in weights:
         path, _, leaf = name.rpartition(".")
-        parameter = getattr(modules.get(path), leaf, None)
-        if parameter is None:
+        if (parameter := getattr(modules.get(path), leaf, None)) is None:
             raise refused(f"{layer.layer_name}.{name} is not known")
         parameter.weight_loader(parameter, stored)
         yield name

@@ -34,8 +34,7 @@ def find(name: str) -> Any:
     form = (TARGETS[name].form or name) if name in TARGETS else name
     if form not in FORMATS:
         raise UserError(f"--to must be one of {', '.join(dict.fromkeys((*FORMATS, *TARGETS)))}, got {name!r}")
-    module = import_module(f"{__name__}.{form.replace('-', '_')}")
-    if hasattr(module, "needed_bytes"):
+    if hasattr(module := import_module(f"{__name__}.{form.replace('-', '_')}"), "needed_bytes"):
         return module
     from edkm_cli.export.formats.folder import FolderFormat
 

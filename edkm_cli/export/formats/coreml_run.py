@@ -59,8 +59,7 @@ class Program(nn.Module):
 
     def _result(self, operation: Any, values: dict[str, Any]) -> tuple[Any, ...]:
         if operation.op_type == "read_state":
-            name = operation.inputs["input"].name
-            if name not in self.states:
+            if (name := operation.inputs["input"].name) not in self.states:
                 self.states[name] = torch.zeros(tuple(int(side) for side in operation.outputs[0].shape))
             return (self.states[name],)
         if operation.op_type == "coreml_update_state":

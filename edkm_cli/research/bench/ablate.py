@@ -100,8 +100,7 @@ def saved_tensors(output: Tensor, names: dict[int, str]) -> Iterator[dict[str, A
     names = dict(names)
     queue, seen = [output.grad_fn], set()
     while queue:
-        node = queue.pop(0)
-        if node is None or node in seen:
+        if (node := queue.pop(0)) is None or node in seen:
             continue
         seen.add(node)
         queue += [following for following, _ in node.next_functions]

@@ -214,6 +214,6 @@ def format_table(result: dict[str, Any]) -> str:
     where = result["hardware"]
     skipped = [f"{row['method']} skipped: {row['skipped']}" for row in result["rows"] if "skipped" in row]
     linear = f"linear, {result['linear_dtype']}, {result['tokens']} tokens, forward + backward"
-    figures = f"{result['linear_forward_backward_seconds']:.4f} s; copy {result['copy_bytes_per_second'] / 1e9:.1f} GB/s"
+    rates = f"{result['linear_forward_backward_seconds']:.4f} s; copy {result['copy_bytes_per_second'] / 1e9:.1f} GB/s"
     machine = f"{where['gpu'] or where['cpu']}, {where['threads']} threads"
-    return "\n".join([table(rows, header=header), *skipped, f"{linear}: {figures}; {machine}"])
+    return "\n".join([table(rows, header=header), *skipped, f"{linear}: {rates}; {machine}"])

@@ -39,8 +39,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def _parse_shape(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
-    if match is None:
+    if (match := re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)) is None:
         raise UserError(f"--shape must be OUTxIN, such as 4096x4096, got {text!r}")
     return int(match[1]), int(match[2])
 
@@ -166,8 +165,7 @@ def _products(x: Tensor, matrices: Sequence[Packed], dense: Tensor) -> list[Call
     columns = x.shape[-1]
 
     def product(ready: Ready, packed: tuple[Packed]) -> Tensor:
-        products = ready.product(x, packed, columns)
-        if products is not None:
+        if (products := ready.product(x, packed, columns)) is not None:
             return products[0]
         indices, table, _, bits, tile = packed[0]
         return lut_linear(x, indices, table, None, bits=bits, tile=tile or (1, columns))

@@ -106,8 +106,7 @@ class Entry:
         options = {}
         for part in parts:
             name, _, value = part.partition("=")
-            name = name.replace("-", "_")
-            if name in options:
+            if (name := name.replace("-", "_")) in options:
                 raise UserError(f"each option of a method must be given once, got {name} twice in {text!r}")
             try:
                 options[name] = value if method in FILES else yaml.safe_load(value)

@@ -95,8 +95,7 @@ def _figures(seeds: list[dict[str, Any]]) -> tuple[str, str]:
     """Perplexity and KL of a text: with several seeds their mean, and half of their range."""
 
     def shown(key: str) -> str:
-        values = [one[key] for one in seeds if one[key] is not None]
-        if not values:
+        if not (values := [one[key] for one in seeds if one[key] is not None]):
             return ""
         spread = f" +-{(max(values) - min(values)) / 2:.3f}" if len(values) > 1 else ""
         return f"{sum(values) / len(values):,.3f}{spread}"
