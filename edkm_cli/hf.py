@@ -175,9 +175,8 @@ def load(
         torch.finfo(torch.float32 if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch.")))
         torch.empty(0, device=device)
     check_checkpoint(directory, trust_remote_code=trust_remote_code)
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     with quiet_bars(), explained(f"{directory} does not load", f"; {AGAIN}"):
-        model = from_pretrained(str(directory), dtype=dtype, **options)
+        model = from_pretrained(str(directory), dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code)
     return model.to(device).eval()
 
 

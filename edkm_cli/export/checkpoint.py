@@ -127,10 +127,8 @@ def _packed(layer: LutLayer) -> dict[str, Tensor | None]:
 
 
 def _like(model: nn.Module, name: str, like: Tensor, dense: DenseFormat) -> Tensor:
-    """`like`, a meta tensor, in the dtype that it will be stored in.
-
-    Raises ValueError where the model's has another shape.
-    """
+    """`like`, a meta tensor, in the dtype that it will be stored in. Raises ValueError where the model's has another
+    shape."""
     path, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(path)
     shape = tuple(like.shape) if leaf in _PACKED else tuple(getattr(module, leaf).shape)

@@ -195,10 +195,8 @@ def _packed_rows(pieces: Sequence[Piece], run: Sequence[int], loaded: dict[str, 
 
 
 def _outputs(layer: Any, sizes: list[int]) -> tuple[list[Any], list[tuple[int, range]]]:
-    """What vLLM calls each part of a layer, and each part's rows: (in the checkpoint, those of this process).
-
-    Raises UserError for a kind of layer whose parts are not known.
-    """
+    """What vLLM calls each part of a layer, and each part's rows: (in the checkpoint, those of this process). Raises
+    UserError for a kind of layer whose parts are not known."""
     if type(layer) not in _KNOWN:
         raise refused(f"{layer.prefix} is a {type(layer).__name__}, which edkm does not serve", remedy="")
     rank, size = layer.tp_rank, layer.tp_size

@@ -40,11 +40,10 @@ def check(source: Described, options: Options | None) -> None:
     """Sequences that the model's attention spans; coremltools installed."""
     if options is None:
         return
-    config = source.config
     if options.dtype not in ("auto", "float16"):
         raise UserError(f"--to coreml computes in float16, got --dtype {options.dtype}; leave it out")
     first, last = lengths(options)
-    if last > (limit := full_positions(config) or last):
+    if last > (limit := full_positions(source.config) or last):
         given = "is 1-1024 by default" if options.sequence_length == "1-1024" else f"is {options.sequence_length}"
         raise UserError(f"--sequence-length must end by {limit}, the attention's span, but {given}; give 1-{limit}")
     if options.verify == "perplexity" and not first <= options.context <= last:

@@ -146,10 +146,8 @@ def _search(site: _Site, gram: Gram, calls: Calls, form: Uniform, grid: int, duo
         if calls:
             for layer, value in zip(site.layers, rounded, strict=True):
                 layer.weight.copy_(value)
-            error = sum(
-                float((hidden_of(site.judged(*args, **kwargs)) - output).square().sum())
-                for (args, kwargs), output in zip(calls, outputs, strict=True)
-            )
+            given = (hidden_of(site.judged(*args, **kwargs)) for args, kwargs in calls)
+            error = sum(float((ours - output).square().sum()) for ours, output in zip(given, outputs, strict=True))
         else:  # the layers themselves are judged: the error of all outputs is a quadratic form
             differences = [value - weight for value, weight in zip(rounded, weights, strict=True)]
             error = sum(float((d @ gram.products * d).sum()) for d in differences)

@@ -161,9 +161,8 @@ def _run_learners(setting: dict[str, Any]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="edkm-ablate-") as folder:
         # A server that has imported what a learner needs is forked for each: eight imports of torch take half a minute.
         torch.multiprocessing.set_forkserver_preload([__name__])
-        processes = torch.multiprocessing.start_processes(
-            _learner, (setting, folder), nprocs=learners, join=False, start_method="forkserver"
-        )
+        how: dict[str, Any] = {"nprocs": learners, "join": False, "start_method": "forkserver"}
+        processes = torch.multiprocessing.start_processes(_learner, (setting, folder), **how)
         deadline = time.monotonic() + TIMEOUT_SECONDS
         try:
             while not processes.join(timeout=1.0):
@@ -182,17 +181,15 @@ def _run_learners(setting: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _learner(rank: int, setting: dict[str, Any], folder: str) -> None:
     """One process: every technique in turn. Without sharding learners have nothing to say to each other and do the same
-    work on the same weight: learner 0 measures while the others wait, which bounds memory and keeps times honest.
-    """
+    work on the same weight: learner 0 measures while the others wait, which bounds memory and keeps times honest."""
     torch.set_num_threads(1)
     device, learners = torch.device(setting["device"]), setting["learners"]
     own_gpus = device.type == "cuda" and torch.cuda.device_count() >= learners
     if device.type == "cuda":
         device = torch.device("cuda", (rank + (device.index or 0)) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if own_gpus else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=learners
-    )
+    backend, meeting = "nccl" if own_gpus else "gloo", f"file://{folder}/rendezvous"
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=learners)
     report: dict[str, Any] = {"rows": {}, "saved_tensors": []}
     try:
         layer = _Layer(setting, device)

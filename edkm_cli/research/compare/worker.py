@@ -119,8 +119,7 @@ def _mlx_facts(path: Path) -> dict[str, Any]:
 
 def opened_model(settings: dict[str, Any]) -> Any:
     """The model of a row, decoded. Raises UserError for one that is not of the compared model's sizes."""
-    path = Path(settings["file"])
-    source = models.resolve(str(path))
+    path, source = Path(settings["file"]), models.resolve(settings["file"])
     configs = [models.load_config(models.resolve(settings["model"])), models.load_config(source, may_be_quantized=True)]
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         wanted, given = (getattr(config.get_text_config(), name, None) for config in configs)
@@ -197,7 +196,6 @@ def _baseline(settings: dict[str, Any], tokens: Tensor, track: Track) -> tuple[d
     start = time.perf_counter()
     task = Task(model, batches, track=track, **{name: arguments.pop(name) for name in SHARED if name in arguments})
     outcome = load(settings["method"]).quantize(task, **arguments)
-    seconds = time.perf_counter() - start
     trained = BLOCKS if settings["method"] == "autoround" else END_TO_END
     row = {
         "training": trained if outcome.training_tokens else NOTHING,
@@ -207,7 +205,7 @@ def _baseline(settings: dict[str, Any], tokens: Tensor, track: Track) -> tuple[d
         "weights_bytes": outcome.stored_bytes + EMBEDDING_BYTES * others,
         "calibration_tokens": outcome.calibration_tokens,
         "training_tokens": outcome.training_tokens,
-        "seconds": round(seconds, 3),
+        "seconds": round(time.perf_counter() - start, 3),
         "note": outcome.note,
     }
     return row, model
