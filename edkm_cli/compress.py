@@ -165,9 +165,8 @@ class Run(Session):
     def _start(self, dense: Layers, staging: Path) -> Any:
         """The clustered model: see `initialize`; from the disk where a resumed run finds it."""
         config, plan, world = self.config, self.plan, self.world
-        options: dict[str, Any] = {"world": world}
-        if world.sharded:
-            options["build"] = partial(self._build, config.dtype, trainable=True)
+        build = partial(self._build, config.dtype, trainable=True) if world.sharded else None
+        options: dict[str, Any] = {"world": world, "build": build}
         kept = KeptStart(staging / CHECKPOINTS / "start", world)
         with self.clock.phase("start"):
             state = kept.state() if self.unfinished is not None else None

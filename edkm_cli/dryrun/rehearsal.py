@@ -243,9 +243,8 @@ class Rehearsal:
             # Larger groups go by their distinct values, of which a model that was trained in 16 bits has no more.
             size = min(tile[0] * tile[1], 2**16)
             a_thread = 16 * size + 24 * (size + 1) + (40 + 4 * 2**grid.bits) * (size + 1)
-            scratch = a_thread * min(torch.get_num_threads(), weight.numel() // size)
-            if grid.palette != FREE:
-                scratch = search_bytes(grid, weight.numel(), size)
+            threads = min(torch.get_num_threads(), weight.numel() // size)
+            scratch = a_thread * threads if grid.palette == FREE else search_bytes(grid, weight.numel(), size)
             copied = size_bytes([weight]) if self.world.gpu else 0
             held = self._ledger.more(copied + scratch, CLUSTERING, place=self._host)
             with self._ledger.under(CLUSTERING), self._stage.on_host(), held:

@@ -276,10 +276,9 @@ class Lock:
             self._lock.acquire(blocking=False)
         except Timeout:
             facts = ownership.read_object(self.path)
-            holder = "another process"
-            if {"process", "host", "since"} <= facts.keys():
-                holder = f"process {facts['process']} on {facts['host']} since {facts['since']}"
-            raise UserError(f"--output {self._directory} is written by {holder}; wait, or choose another") from None
+            told = {"process", "host", "since"} <= facts.keys()
+            who = f"process {facts['process']} on {facts['host']} since {facts['since']}" if told else "another process"
+            raise UserError(f"--output {self._directory} is written by {who}; wait, or choose another") from None
         except PermissionError:  # another user's
             raise
         except OSError:
