@@ -132,10 +132,15 @@ def require_apart(option: str, target: Path, inputs: Iterable[tuple[str, Path]])
     target = Path(os.path.realpath(target.expanduser()))
     for name, given in inputs:
         there = Path(os.path.realpath(given.expanduser()))
-        relations = {"is": target == there, "contains": there.is_relative_to(target)}
-        relations |= {"lies inside": target.is_relative_to(there)}
-        for relation in (relation for relation, holds in relations.items() if holds):
-            raise UserError(f"{option} must be apart from the source, but {target} {relation} {name} {there}")
+        if target == there:
+            relation = "is"
+        elif there.is_relative_to(target):
+            relation = "contains"
+        elif target.is_relative_to(there):
+            relation = "lies inside"
+        else:
+            continue
+        raise UserError(f"{option} must be apart from the source, but {target} {relation} {name} {there}")
 
 
 def cache_paths() -> list[tuple[str, Path]]:

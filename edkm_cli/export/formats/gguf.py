@@ -195,4 +195,6 @@ def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Ten
     """Packed matrices and vectors are exact, but for norms that are stored plus one; other matrices are F16."""
     exact, tensor = source.dense(name), source.tensors[name]
     shift = naming_of(source.config).shift(name)
-    return exact.half().float() if len(tensor.shape) > 1 and not tensor.module else (exact + shift) - shift, exact
+    if len(tensor.shape) > 1 and not tensor.module:
+        return exact.half().float(), exact
+    return (exact + shift) - shift, exact
