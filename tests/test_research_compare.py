@@ -29,7 +29,7 @@ from processes import PATIENCE_SECONDS
 
 SVG = "{http://www.w3.org/2000/svg}"
 KEYS = {"method", "training", "bits", "granularity", "decoder_bits_per_weight", "weights_bytes", "perplexity",
-        "kl_per_token", "top1_agreement", "texts", "seconds", "peak_memory_bytes", "label", "options", "windows",
+        "kl_per_token", "top1_agreement", "texts", "seconds", "peak_memory_bytes", "label", "options", "windows", "context",
         "calibration_tokens", "training_tokens", "evaluation_seconds", "note", "error"}  # fmt: skip
 
 
