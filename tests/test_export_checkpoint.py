@@ -338,10 +338,25 @@ def test_from_pretrained_refuses_a_directory_that_lacks_a_tensor(name, tmp_path)
         AutoModelForCausalLM.from_pretrained(directory)
 
 
-def test_float8_tables_of_the_first_version_still_load(tmp_path):
+def test_float8_tables_of_the_first_version_have_no_scale():
     spec = QuantizationSpec(3, "row:1", "float8_e4m3fn", 8, format_version=1)
     assert "lut_scale" not in spec.linear_tensors(4, 8, layer="a")
     assert "lut_scale" in QuantizationSpec(3, "row:1", "float8_e4m3fn", 8).linear_tensors(4, 8, layer="a")
+
+
+@pytest.mark.parametrize(
+    ("bits", "mixed", "options"),
+    [
+        (8, {"format_version": 1}, {"lut_dtype": "float8_e4m3fn", "lut_scale": 1.0}),
+        (4, {"format_version": 6, "embedding_factors": True}, {}),
+        (6, {"format_version": 7, "embedding_rows": [[64, 5]]}, {}),
+    ],
+    ids=str,
+)
+def test_checkpoints_of_earlier_versions_load(bits, mixed, options, ids, tmp_path):
+    model, spec = cluster(tiny_llama(), embedding_bits=bits, mixed=mixed, **options)
+    assert spec.format_version == mixed["format_version"]
+    assert_round_trip(model, spec, ids, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["lm_head", "model.layers.0.mlp.up_proj"])
