@@ -144,7 +144,8 @@ def check_numbers(path: Path, config: Any, *, remedy: str = FETCH_AGAIN, key: st
         for value in config:
             check_numbers(path, value, remedy=remedy, key=key)
     elif isinstance(config, int) and not isinstance(config, bool):
-        limit = _MAX_COUNT if "vocab" not in key and any(part in key for part in _COUNTED) else _MAX_NUMBER
+        counted = "vocab" not in key and any(part in key for part in _COUNTED)
+        limit = _MAX_COUNT if counted else _MAX_NUMBER
         if abs(config) > limit:
             raise UserError(f"{path}: {key} must be at most {limit}, got {str(config)[:40]}; {remedy}")
 

@@ -177,8 +177,11 @@ def module_rows(plan: dict[str, Any]) -> list[list[str]]:
 
 def proposal_rows(plan: dict[str, Any]) -> list[list[str]]:
     """A row for each of the settings that would fit."""
-    rows = ((one, one["processes"] != plan["processes"]) for one in plan["proposals"])
-    return [[one["flags"] + f" on {one['processes']} GPUs" * more, megabytes(one["total_bytes"])] for one, more in rows]
+    rows = []
+    for entry in plan["proposals"]:
+        where = f" on {entry['processes']} GPUs" * (entry["processes"] != plan["processes"])
+        rows.append([entry["flags"] + where, megabytes(entry["total_bytes"])])
+    return rows
 
 
 def layer_rows(inspected: dict[str, Any]) -> list[list[str]]:

@@ -123,7 +123,9 @@ class Encoder:
 
     def _answers(self, documents: list[Document]) -> list[tuple[list[int], np.ndarray]]:
         """A token is learnt where all of it is in an answer: one that begins in the prompt is the prompt's."""
-        if not documents or not self.tokenizer.is_fast:
+        if not documents:
+            return []
+        if not self.tokenizer.is_fast:
             return [self._answers_by_length(document) for document in documents]
         options = {"return_offsets_mapping": True, "return_attention_mask": False, "verbose": False}
         rows = self.tokenizer([document.text for document in documents], add_special_tokens=False, **options)

@@ -105,7 +105,8 @@ class Rehearsal:
                 pass
         elif not self._streams and not self.world.sharded:
             # Read as they are stored, then converted one by one; a file of the same dtype is mapped, not copied.
-            with self._ledger.more(0 if abs(self._stored_bytes - size) < 0.01 * size else self._stored_bytes, FILES):
+            mapped = abs(self._stored_bytes - size) < 0.01 * size
+            with self._ledger.more(0 if mapped else self._stored_bytes, FILES):
                 pass
         return model
 

@@ -60,9 +60,11 @@ def require_passed(verdict: Mapping[str, Any]) -> None:
     """Raises UserError, naming the limits that were not kept and the worst matrix."""
     if verdict["passed"]:
         return
-    broken = [row for row in verdict["limits"] if not row["passed"]]
-    values = [f" has {row['value']:.4g}" * (not math.isnan(row["value"])) for row in broken]
-    pairs = zip(broken, values, strict=True)
-    failed = [f"{row['limit']} is {row['bound']:g}, but {row['of']}{value}" for row, value in pairs]
+    failed = [
+        f"{row['limit']} is {row['bound']:g}, but {row['of']}"
+        + f" has {row['value']:.4g}" * (not math.isnan(row["value"]))
+        for row in verdict["limits"]
+        if not row["passed"]
+    ]
     failed += [f"the largest error of a matrix is {row['error']:.3g}, of {row['name']}" for row in verdict["worst"][:1]]
     raise UserError(f"the verdict is fail: {'; '.join(failed)}")

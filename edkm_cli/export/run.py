@@ -251,7 +251,8 @@ class Session:
 
     def trained_on(self) -> dict[str, Any]:
         """`data` of a report."""
-        measured = dict(zip(("found", "of"), map(sum, zip(*self._overlap.values(), strict=True)), strict=True))
+        overlap = [sum(counts) for counts in zip(*self._overlap.values(), strict=True)]
+        measured = dict(zip(("found", "of"), overlap, strict=True))
         return {**self.data.summary(self.blocks), "measured_and_trained_on": measured}
 
 

@@ -86,7 +86,8 @@ def require_base(session: PackedSession, adapter: Path) -> None:
 def with_data(config: MergeConfig, adapter: Path) -> MergeConfig:
     """The configuration with the adapter's own text where none is named, and with its way to learn it where nothing else is
     asked for. Raises UserError where there is none."""
-    trained_on = told if isinstance(told := read_object(adapter / FINETUNED).get("config"), dict) else {}
+    trained_on = read_object(adapter / FINETUNED).get("config")
+    trained_on = trained_on if isinstance(trained_on, dict) else {}
     usual: dict[str, Any] = {"train_on": "completions", "packing": False, "long_records": "split"}
     learnt = {name: trained_on.get(name, value) for name, value in usual.items() if getattr(config, name) is None}
     if config.data:

@@ -234,8 +234,11 @@ class Compensation:
             weighted = wanted @ self._hessian
         for _ in range(_ROUNDS):
             if weighted is not None:
-                about, free = (weighted, indices, self._hessian, layer.centroids.detach()), grid.palette == FREE
-                fitted = fitted_tables(*about, granularity) if free else fitted_grid(wanted, *about, grid)
+                now = layer.centroids.detach()
+                if grid.palette == FREE:
+                    fitted = fitted_tables(weighted, indices, self._hessian, now, granularity)
+                else:
+                    fitted = fitted_grid(wanted, weighted, indices, self._hessian, now, grid)
                 layer.centroids.data.copy_(fitted)
             errors = (lookup(indices, layer.lut(), granularity=granularity).float() - wanted) @ hessian
             kernels.descend(indices, errors, row_entries(layer).float(), hessian, _SWEEPS)

@@ -117,8 +117,9 @@ def places(model: Any, *, split: bool = True) -> dict[str, Place]:
     held = {name: Place(names, experts=counts.get(name, 0) * (len(names) > 1)) for name, names in _held(model).items()}
     if split:
         split_experts(model)
-    for path, block in model.named_modules():
-        for leaf, linears in block.matrices().items() if isinstance(block, Experts) else ():
+    blocks = [(name, module) for name, module in model.named_modules() if isinstance(module, Experts)]
+    for path, block in blocks:
+        for leaf, linears in block.matrices().items():
             for suffix, kind in (("", "weight"), ("_bias", "bias")):
                 place = held.pop(f"{path}.{leaf}{suffix}", Place(()))
                 for expert in range(len(linears)) if place.names else ():

@@ -157,7 +157,8 @@ def check_geometry(swaps: Iterable[Swap], granularity: Granularity, overrides: S
     """Raises UserError naming the first linear that the geometry does not divide."""
     for swap in swaps:
         if swap.clustered:
-            (Override.of(overrides, swap.name).granularity or granularity).tile(*swap.shape, layer=swap.name)
+            own = Override.of(overrides, swap.name).granularity or granularity
+            own.tile(*swap.shape, layer=swap.name)
 
 
 def decoder_bits_per_weight(

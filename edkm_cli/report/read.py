@@ -79,10 +79,12 @@ def read_run(directory: str | Path) -> RunFiles:
     metrics = _read_metrics(place / "metrics.jsonl")
     if (place / "report.json").is_file():
         report = _checked_report(place / "report.json")
-        settings = report["config"] | (resolved if isinstance(resolved := report.get("resolved"), dict) else {})
+        resolved = report.get("resolved")
+        settings = report["config"] | (resolved if isinstance(resolved, dict) else {})
         return RunFiles(place, report["model"], report, settings, _texts(report), metrics)
     mark = read_json(place / MARKER, remedy=_REMEDY) if (place / MARKER).is_file() else {}
-    settings = identity if isinstance(identity := mark.get("fingerprint"), dict) else {}
+    settings = mark.get("fingerprint")
+    settings = settings if isinstance(settings, dict) else {}
     return RunFiles(place, place.name.removesuffix(".partial"), {}, settings, _texts_so_far(mark), metrics)
 
 

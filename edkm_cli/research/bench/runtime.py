@@ -187,6 +187,7 @@ def format_table(result: dict[str, Any]) -> str:
     head = ["shape", "tokens", "bits", "granularity", "dtype", "packed us", "vs bf16", "vs fp32", "GB/s", "of copy"]
     lines = [table([*map(_cells, result["rows"])], header=head)]
     copied, where = result["copy_bytes_per_second"] / 1e9, result["hardware"]
-    lines += ["each matrix one of many, which no cache holds"] * result["cold"]
+    if result["cold"]:
+        lines.append("each matrix one of many, which no cache holds")
     lines.append(f"copy {copied:.1f} GB/s; {where['gpu'] or where['cpu']}, {where['threads']} threads")
     return "\n".join(lines)

@@ -33,7 +33,8 @@ def format_table(result: dict[str, Any]) -> str:
         cost = [f"{row['calibration_tokens']:,}", f"{row['training_tokens']:,}", f"{row['seconds'] / 60:.1f}"]
         sizes = [megabytes(row[key]) for key in ("weights_bytes", "peak_memory_bytes")]
         rows.append([name, *form, sizes[0], *figures, *cost, sizes[1]])
-        notes += [f"{row['label']}: {row['note']}"] * bool(row["note"])
+        if row["note"]:
+            notes.append(f"{row['label']}: {row['note']}")
     setting = result["setting"]
     every = [setting | text for row in result["rows"] for text in row["texts"] or ()]
     counts, contexts = (" or ".join(map(str, sorted({one[key] for one in every}))) for key in ("windows", "context"))
@@ -66,8 +67,10 @@ def _short_names(rows: list[dict[str, Any]]) -> list[str]:
     """A name for each row: of its options those without which two rows, trained or both not, would have the same."""
 
     def named(*hidden: str) -> list[tuple[str, bool]]:
-        names = (f"{display_name(row, *hidden)} {row['granularity']}".rstrip() for row in rows)
-        return [(name, bool(row["training_tokens"])) for name, row in zip(names, rows, strict=True)]
+        return [
+            (f"{display_name(row, *hidden)} {row['granularity']}".rstrip(), bool(row["training_tokens"]))
+            for row in rows
+        ]
 
     hidden: list[str] = []
     different = len(set(named()))
