@@ -17,12 +17,13 @@ from edkm_cli.evaluate.limits import require_ratio, require_same_perplexity
 from edkm_cli.evaluate.size import footprint, table_use, table_warnings
 from edkm_cli.evaluate.texts import DENSE
 from edkm_cli.export.checkpoint import DenseFormat, rehearse_export, write_checkpoint
+from edkm_cli.export.formats.gguf_model import tokenizer_fault
 from edkm_cli.export.run import Session, model_digest
 from edkm_cli.files import require_room, write_json
 from edkm_cli.hf import load_source
 from edkm_cli.initialize.build import Recipe, initialize, restore
 from edkm_cli.initialize.compensate import few_tokens, rerouted
-from edkm_cli.initialize.kept import KeptStart
+from edkm_cli.initialize.kept import STATE, KeptStart
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import build_sharded, open_layers
 from edkm_cli.integrity import stored_skeleton
@@ -90,7 +91,8 @@ class Run(Session):
         if (report := self.finished("report.json", self.plan.asked, model_sha256=sha256)) is not None:
             return report
         remedy = "free some, or set TMPDIR to another disk"
-        require_room(Path(tempfile.gettempdir()), self.plan.waiting_bytes, "temporary files of the start need", remedy)
+        waiting = 0 if (self.output.partial / CHECKPOINTS / "start" / STATE).is_file() else self.plan.waiting_bytes
+        require_room(Path(tempfile.gettempdir()), waiting, "temporary files of the start need", remedy)
         if self.plan.distills:
             require_place()
         dense = self._load()
@@ -125,6 +127,9 @@ class Run(Session):
         with self.clock.phase("load"):
             self.tokenizer = models.load_tokenizer(plan.source)
             model_files.check_tokenizer(config.model, self.tokenizer, plan.architecture)
+            gguf = (config.target or "").startswith("gguf") and not plan.source.gguf_file
+            if gguf and (fault := tokenizer_fault(self.tokenizer)):
+                self.watch.say(f"WARNING: edkm export will need --base-gguf: {fault}")
             written = needed_tokens(plan, written=True)
             self.open_texts(plan.architecture, token_limit=needed_tokens(plan), written_limit=written)
             if not plan.writes_text:  # too few tokens are refused before the model is read

@@ -131,7 +131,8 @@ class RunPlan:
     def waiting_bytes(self) -> int:
         """Temporary files of the start on this machine: what enters each layer in calibration, or all records of one layer
         in reconstruction, whose widest are a few times as wide as the model."""
-        texts = len(decoder_layers(self.skeleton)) * (self.config.calibration_tokens or 0)
+        weighed = self.config.calibration_tokens if self.config.importance != "none" else 0
+        texts = len(decoder_layers(self.skeleton)) * (weighed or 0)
         records = 10 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * (self.config.start_tokens or 0)
         return max(texts, records) * self.width * getattr(torch, self.config.dtype).itemsize * self.by_layer
 

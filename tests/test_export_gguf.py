@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 
 import edkm_cli
 from edkm_cli import models
 from edkm_cli.errors import UserError
 from edkm_cli.export.command import export_model
-from edkm_cli.export.formats.gguf_model import _split, _tokens
+from edkm_cli.export.formats.gguf_model import _split, _tokens, tokenizer_fault
 from edkm_cli.export.formats.options import Options
 from families import family
-from helpers import paletted, refused, run
+from helpers import byte_tokenizer, compress_arguments, paletted, refused, run
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192, "rope_theta": 5e5}  # fmt: skip
@@ -96,7 +97,7 @@ def test_another_models_file_gives_its_tokenizer_and_nothing_else(ids, text_file
     assert config.rope_parameters["rope_theta"] != 777.0
     line = refused("export", directory, "--to", "gguf", "-o", base.parent, "--overwrite", "--base-gguf", base)
     assert "contains --base-gguf" in line
-    (directory / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    (directory / "tokenizer.json").write_text('{"model": {"type": "BPE", "byte_fallback": true}}')
     assert "not understood" in refused("export", directory, "--to", "gguf", "-o", tmp_path / "none")
 
 
@@ -154,3 +155,18 @@ def test_gemma_s_scale_of_attention_is_llama_cpp_s(ids, tmp_path):
 def test_tokens_of_the_user_are_text_as_it_is_searched_for():
     added = [{"id": 2, "content": "\u2581\u2581", "special": False}, {"id": 1, "content": "<\u2581>", "special": True}]
     assert _tokens({"vocab": {"\u2581a": 0}}, added, 4)[0] == ["\u2581a", "<\u2581>", "  ", "[PAD3]"]
+
+
+def test_a_tokenizer_that_files_cannot_hold_is_warned_of_before_the_work(text_file, tmp_path):
+    model, tokenizer = family("llama", **SIZES), byte_tokenizer()
+    assert tokenizer_fault(tokenizer) == ""
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Punctuation(), backend.pre_tokenizer])
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    fault = tokenizer_fault(tokenizer)
+    assert "gguf does not know how this tokenizer splits text" in fault
+    settings = ("--target", "gguf:q4_0", "--steps", 0, "--start", "kmeans", "--importance", "none")
+    status, text, err = run(*compress_arguments(tmp_path / "model", text_file, tmp_path / "out", *settings))
+    assert status == 0, err
+    assert f"WARNING: edkm export will need --base-gguf: {fault}" in text + err

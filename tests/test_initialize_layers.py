@@ -20,6 +20,7 @@ from edkm_cli.initialize.kept import KeptStart, tensors_of
 from edkm_cli.initialize.layers import HiddenStates, Layers
 from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.initialize.sharded import open_layers
+from edkm_cli.model_files import stored_dtypes
 from edkm_cli.nn.allocation import choose, rises_of, tried_bits
 from edkm_cli.nn.clustered import Clustering, hold, lut_layers
 from edkm_cli.nn.hooks import decoder_layers
@@ -296,3 +297,10 @@ def test_what_transformers_keeps_in_float32_is_read_and_stored_so(tmp_path):
     assert found.dtype == torch.float32
     assert torch.equal(found, expected)
     assert name in DenseFormat.of(layers, torch.bfloat16, {}).wider
+
+
+def test_layers_whose_tensors_the_files_name_are_not_read_once_more(tmp_path, monkeypatch):
+    source = saved(tiny_llama(), tmp_path / "model")
+    layers = opened(source)
+    monkeypatch.setattr(layers, "named_parameters", lambda: pytest.fail("all layers were read"))
+    assert DenseFormat.of(layers, torch.bfloat16, stored_dtypes(source.path)).wider

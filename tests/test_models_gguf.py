@@ -118,6 +118,9 @@ def test_splits_that_transformers_takes_for_gpt_2s_are_refused(tmp_path):
     for split in ("smollm", "deepseek-llm"):
         written(tmp_path / f"{split}.gguf", [("tokenizer.ggml.pre", split)])
     require_known_split("x", str(tmp_path / "smollm.gguf"), tokenizer)
+    written(tmp_path / "none.gguf")  # LLaMA 3's first files
+    with pytest.raises(UserError, match="splits text as 'llama'"):
+        require_known_split("x", str(tmp_path / "none.gguf"), tokenizer)
     with pytest.raises(UserError, match="splits text as 'deepseek-llm'"):
         require_known_split("x", str(tmp_path / "deepseek-llm.gguf"), tokenizer)
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), backend.pre_tokenizer])  # was read

@@ -92,11 +92,11 @@ def evaluate_model(
         rows = [text_row(text, figures) for text, figures in zip(names, measured, strict=True)]
         result |= {} if reference is None else {"reference": reference}
         result |= rows[0] | {"texts": rows} | beside
-    stored = 1.0 if compressed else _tensor_bytes(source) / size.weights_bytes
+    stored = 1.0 if compressed else (_tensor_bytes(source) or size.weights_bytes) / size.weights_bytes
     result |= {
         "dtype": dtype,
         "device": device,
-        "weights_bytes": models.stored_bytes(source),
+        "weights_bytes": models.stored_bytes(source) or size.weights_bytes,  # where its files are elsewhere
         "decoder_bits_per_weight": size.decoder_bits_per_weight * stored,
         "model_bits_per_weight": size.model_bits_per_weight * stored,
     }

@@ -76,7 +76,8 @@ class DenseFormat:
         wider = {name for name, kind in stored.items() if kind.itemsize > dtype.itemsize}
         tensors = chain(layers.model.named_parameters(), layers.model.named_buffers())
         unknown = {name for name, tensor in tensors if name not in stored and tensor.dtype.itemsize > dtype.itemsize}
-        for name, value in chain(layers.named_parameters() if unknown else (), layers.model.named_buffers()):
+        buffers = dict(layers.model.named_buffers())
+        for name, value in chain(layers.named_parameters() if unknown - buffers.keys() else (), buffers.items()):
             tensor = local(value.detach())
             narrower = name in unknown and tensor.is_floating_point()
             if world.any(narrower and not torch.equal(tensor, tensor.to(dtype).to(tensor.dtype))):

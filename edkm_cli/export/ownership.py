@@ -27,7 +27,7 @@ _MOST_BYTES = 2**28  # of a result that is read to see whose it is
 # Names of the files that a run writes into its unfinished result, as paths from there.
 WRITTEN = re.compile(
     r"(edkm-run|edkm-files|config|generation_config|((video_)?pre)?processor_config|special_tokens_map"
-    r"|added_tokens|checksums|tensors|report|finetune|merge|export|quant_config|adapter_config"
+    r"|added_tokens|tekken|checksums|tensors|report|finetune|merge|export|quant_config|adapter_config"
     r"|model\.safetensors\.index)\.json(\.tmp)?"
     r"|(adapter_)?model[\w-]*\.safetensors(\.tmp)?|metrics(_dense)?\.jsonl(\.tmp)?|README\.md|merges\.txt"
     r"|tokenizer[\w.-]*|(vocab|chat_template)\.\w+|additional_chat_templates/[^/]+|[\w-]+\.model|\w+\.py|model\.gguf"

@@ -12,22 +12,24 @@ from edkm_cli import model_files
 from edkm_cli.config import head_size
 from edkm_cli.errors import UserError
 
-# Ways to split text that are GPT-2's, or differ in spaces before digits only.
-_AS_GPT2 = ("default", "gpt-2", "gpt2", "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "olmo",
-            "jais")  # fmt: skip
+# Ways to split text that are GPT-2's, or differ in spaces before digits only; of a file that names none, its family.
+_AS_GPT2 = ("gpt-2", "gpt2", "smollm", "starcoder", "starcoder2", "refact", "command-r", "codeshell", "exaone", "olmo",
+            "jais", "mpt", "phi-2", "gptneox", "mellum", "a.x-4.0", "gigachat")  # fmt: skip
 _REMEDY = "give the directory with its safetensors files"
 
 
-def _reader(path: str) -> Any:
-    """The parsed metadata of a file: a large vocabulary takes seconds."""
-    return _parsed(path, os.stat(path).st_size, os.stat(path).st_mtime_ns)
+def _said(path: str) -> tuple[dict[str, Any], list[Any]]:
+    """What a file says of the model, and its tensors. Its vocabulary takes seconds to read, and is let go."""
+    return _read(path, os.stat(path).st_size, os.stat(path).st_mtime_ns)
 
 
 @lru_cache(1)
-def _parsed(path: str, *_state: int) -> Any:
+def _read(path: str, *_state: int) -> tuple[dict[str, Any], list[Any]]:
     from gguf import GGUFReader
 
-    return GGUFReader(path)
+    reader = GGUFReader(path)
+    kept = (key for key in reader.fields if not key.startswith("tokenizer.") or key.endswith(".pre"))
+    return {key: reader.fields[key].contents() for key in kept}, reader.tensors
 
 
 def take_rest(name: str, path: str, config: Any) -> None:
@@ -35,13 +37,12 @@ def take_rest(name: str, path: str, config: Any) -> None:
 
     Raises UserError for positions that are scaled in another way and for biases, which it does not read either, for a file
     that is one of several, and for numbers that no model has."""
-    reader = _reader(path)
-    said = {key.split(".")[-1]: field.contents() for key, field in reader.fields.items() if ".rope." in key}
-    parts = reader.fields["split.count"].contents() if "split.count" in reader.fields else 1
-    factors = [torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name == "rope_freqs.weight"]
-    biases = [t.name for t in reader.tensors if re.search(r"(attn_(q|k|v|output)|ffn_(gate|up|down))\.bias$", t.name)]
+    fields, tensors = _said(path)
+    said = {key.split(".")[-1]: value for key, value in fields.items() if ".rope." in key}
+    factors = [torch.tensor(tensor.data) for tensor in tensors if tensor.name == "rope_freqs.weight"]
+    biases = [t.name for t in tensors if re.search(r"(attn_(q|k|v|output)|ffn_(gate|up|down))\.bias$", t.name)]
     model_files.check_numbers(Path(path), config.to_dict())
-    if parts > 1:
+    if (parts := fields.get("split.count", 1)) > 1:
         raise UserError(f"--model {name} must be one file, but is one of {parts}; join them: llama-gguf-split --merge")
     unread = f"which are not read from GGUF files; {_REMEDY}"
     if biases and getattr(config, "attention_bias", None) is False:
@@ -55,7 +56,7 @@ def take_rest(name: str, path: str, config: Any) -> None:
     factor = said.get("factor", said.get("scale_linear", 1.0))
     kind = said.get("type", "none" if factor == 1.0 else "linear")  # as llama.cpp understands it
     turned = int(head_size(config) * inner.get("partial_rotary_factor", 1.0))
-    right = kind in ("none", "linear") and not any(tensor.name.startswith("rope_factors_") for tensor in reader.tensors)
+    right = kind in ("none", "linear") and not any(tensor.name.startswith("rope_factors_") for tensor in tensors)
     right = right and ("full_attention" in rope or said.get("dimension_count", turned) == turned)
     if right and factors:
         of_llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -73,16 +74,17 @@ def require_all_taken(name: str, path: str, model: Any) -> None:
     """Raises UserError where a file holds more numbers than the model that was made of it: transformers passes over
     tensors that it has no place for."""
     left_out = ("rope_freqs.weight", *["output.weight"] * model.config.tie_word_embeddings)
-    stored = sum(int(tensor.n_elements) for tensor in _reader(path).tensors if tensor.name not in left_out)
-    if stored > sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers())):
+    behind = f"blk.{model.config.get_text_config(decoder=True).num_hidden_layers}."  # what predicts further tokens
+    tensors = (one for one in _said(path)[1] if one.name not in left_out and not one.name.startswith(behind))
+    if sum(int(one.n_elements) for one in tensors) > sum(t.numel() for t in (*model.parameters(), *model.buffers())):
         rule = f"--model {name} holds tensors that transformers' {type(model).__name__} has no place for"
         raise UserError(f"{rule}; {_REMEDY}")
 
 
 def require_known_split(name: str, path: str, tokenizer: Any) -> None:
     """Raises UserError where a file names a way to split text that transformers does not know: it takes GPT-2's then."""
-    said, backend = _reader(path).fields.get("tokenizer.ggml.pre"), getattr(tokenizer, "backend_tokenizer", None)
-    split = said.contents() if said is not None else "default"
+    fields, backend = _said(path)[0], getattr(tokenizer, "backend_tokenizer", None)
+    split = fields.get("tokenizer.ggml.pre", fields.get("general.architecture"))
     if backend is not None and type(backend.pre_tokenizer).__name__ == "ByteLevel" and split not in _AS_GPT2:
         rule = f"--model {name} splits text as {split!r}, which is not known of GGUF files"
         raise UserError(f"{rule}; {_REMEDY} and tokenizer.json")

@@ -6,6 +6,7 @@ each head interleaved; other families keep their order. It adds nothing to Gemma
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ _SPLITS = {rf"{_WORDS}\p{{N}}{{1,3}}{_REST}": "llama-bpe", rf"{_WORDS}\p{{N}}{_R
 _FILE_TYPES = {
     "Q4_0": 2, "Q8_0": 7, "Q2_K": 10, "Q3_K": 11, "Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "IQ4_NL": 25, "MXFP4": 38,
 }  # fmt: skip
+_REMEDY = "give --base-gguf, a file of the same model"
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 
 
@@ -118,7 +120,7 @@ def add_metadata(writer: Any, source: Compressed, options: Options, kind: str) -
         _take_over(writer, base, source)
     else:
         rule = f"{source.directory / 'tokenizer.json'} is not understood"
-        with explained(rule, "; give --base-gguf, a file of the same model"):
+        with explained(rule, f"; {_REMEDY}"):
             _add_tokenizer(writer, source)
 
 
@@ -178,30 +180,46 @@ def _add_sizes(writer: Any, config: Any) -> None:
         writer.add_rope_freq_base_swa(float(config.rope_parameters["sliding_attention"]["rope_theta"]))
 
 
-def _add_tokenizer(writer: Any, source: Compressed) -> None:
-    remedy = "give --base-gguf, a file of the same model"
-    content = read_json(source.directory / "tokenizer.json", remedy=remedy)
-    model, added = content["model"], content.get("added_tokens") or []
+def tokenizer_fault(tokenizer: Any) -> str:
+    """Why a file of the model would need `--base-gguf` for its tokenizer; "" where it would not."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    try:
+        _kind(json.loads(backend.to_str()) if backend is not None else {"model": {}})
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def _kind(content: Mapping[str, Any]) -> tuple[str, str]:
+    """llama.cpp's names of a tokenizer's model and of how it splits text. Raises UserError for others than it knows."""
+    model = content["model"]
     if model.get("type") != "BPE":
-        raise UserError(f"gguf knows tokenizers of byte pairs, got {model.get('type')}; {remedy}")
+        raise UserError(f"gguf knows tokenizers of byte pairs, got {model.get('type')}; {_REMEDY}")
+    if "ByteLevel" in json.dumps([content.get("pre_tokenizer"), content.get("decoder")]):
+        return "gpt2", _split(content.get("pre_tokenizer"), _REMEDY)
+    if model.get("byte_fallback"):
+        return "llama", "default"
+    raise UserError(f"gguf knows byte-level and SentencePiece tokenizers, and this is neither; {_REMEDY}")
+
+
+def _add_tokenizer(writer: Any, source: Compressed) -> None:
+    content = read_json(source.directory / "tokenizer.json", remedy=_REMEDY)
+    model, added = content["model"], content.get("added_tokens") or []
+    known, split = _kind(content)
+    writer.add_tokenizer_model(known)
+    writer.add_tokenizer_pre(split)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     tokens, kinds = _tokens(model, added, source.config.vocab_size)
-    if "ByteLevel" in json.dumps([content.get("pre_tokenizer"), content.get("decoder")]):
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_split(content.get("pre_tokenizer"), remedy))
+    if known == "gpt2":
         writer.add_token_merges(merges)
-    elif model.get("byte_fallback"):  # SentencePiece: a merge counts by its rank
+    else:  # SentencePiece: a merge counts by its rank
         ranks = {pair.replace(" ", ""): -float(rank) for rank, pair in reversed([*enumerate(merges)])}
-        writer.add_tokenizer_model("llama")
-        writer.add_tokenizer_pre("default")
         named = zip(tokens, kinds, strict=True)
         writer.add_token_scores([ranks.get(token, -1e9 if kind == _NORMAL else 0.0) for token, kind in named])
         steps = [content.get("normalizer") or {}, content.get("pre_tokenizer") or {}]
         steps += [inner for step in steps for inner in step.get("normalizers", []) + step.get("pretokenizers", [])]
         kinds_of = ((step["type"], step.get("prepend_scheme")) for step in steps if step)
         writer.add_add_space_prefix(any(kind == "Prepend" or way not in ("never", None) for kind, way in kinds_of))
-    else:
-        raise UserError(f"gguf knows byte-level and SentencePiece tokenizers, and this is neither; {remedy}")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     tokenizer = models.load_tokenizer(models.resolve(str(source.directory), trust_remote_code=source.trust_remote_code))
