@@ -125,6 +125,8 @@ class _Run(PackedSession):
             require_mergeable(model)
             layers, trust = len(adapted_layers(model)), self.config.trust_remote_code
             chain = layers_form_a_chain(stored_skeleton(self.directory, trust_remote_code=trust))
+            if self.config.start_passes and not chain:
+                raise UserError("--start-passes does nothing for this model's layers (docs/models.md); leave it out")
             self.open_texts(model.config, token_limit=self.needed_tokens, stages=("compressed", "adapted", "merged"))
             if self.config.packing and self.config.steps:
                 require_attention_within_documents(model)

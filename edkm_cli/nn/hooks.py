@@ -73,7 +73,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 def without_dropout(model: nn.Module) -> None:
     """Take away the dropout of a family, noise beside what a teacher says; an adapter keeps its own. Layers of transformers
-    hold it as numbers that their forward reads."""
+    hold it as numbers that their forward reads, but Falcon's and Persimmon's, which ask the configuration."""
     for module in (module for path, module in model.named_modules() if "lora" not in path):
         for name, value in vars(module).items():
             if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))):
@@ -161,6 +161,8 @@ def layers_form_a_chain(skeleton: Any) -> bool:
     """
     model = with_one_expert(skeleton).eval()  # a copy: a pass may leave tensors in it
     layers, ids = decoder_layers(model).values(), torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    # A packed embedding has no parameter: what comes from it tells so by a gradient, too.
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output.requires_grad_())
 
     def passes(tuples: bool) -> bool:
         entered, given = list[Tensor](), list[Any]()

@@ -116,7 +116,8 @@ def _is_router(model: nn.Module, name: str) -> bool:
     linear: Any = model.get_submodule(name)
     counts = {getattr(child, "num_experts", None) for block in blocks for child in block.children()}
     counted = leaf not in ("gate_proj", "up_proj") and linear.weight.shape[0] in counts
-    return counted or not {"router", "indexer"}.isdisjoint([*path[-2:], leaf])
+    named = any(part.startswith(("router", "indexer")) for part in (*path[-2:], leaf))
+    return counted or named or any("Router" in type(block).__name__ for block in blocks)
 
 
 def _other_matrices(path: str, module: nn.Module) -> list[Swap]:

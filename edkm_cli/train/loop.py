@@ -191,7 +191,7 @@ def train(
 def prepare(model: Any, config: TrainingSettings, world: World) -> None:
     """Make a clustered model ready to train, in place."""
     freeze_dense_embeddings(model)
-    if config.gradient_checkpointing and model.supports_gradient_checkpointing:
+    if config.gradient_checkpointing and model.supports_gradient_checkpointing:  # a few families have none
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # since 5.2x
         enable({"use_reentrant": False})
         model.enable_input_require_grads()
