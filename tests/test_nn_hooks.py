@@ -3,11 +3,12 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel
 
+from edkm_cli.integrity import stored_skeleton
 from edkm_cli.nn.hooks import decoder_layers, hooked, layer_calls, layers_form_a_chain, without_dropout
 from families import FAMILIES, family
-from helpers import tiny_llama, tiny_qwen
+from helpers import cluster, export, tiny_llama, tiny_qwen
 
 
 def test_hooks_are_called_in_the_block_and_gone_after_it_even_after_an_error():
@@ -89,3 +90,19 @@ def test_a_familys_dropout_is_taken_away_and_an_adapters_stays():
     ids = torch.arange(12)[None]
     with model.disable_adapter():
         assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+def test_layers_that_get_embeddings_beside_are_no_chain_when_these_are_packed_either(tmp_path):
+    kinds = ["mamba", "hybrid", "mamba", "hybrid", "mamba"]
+    sizes = {
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "n_mamba_heads": 2,
+    }
+    sizes |= {"num_key_value_heads": 4, "attention_head_dim": 16, "num_hidden_layers": len(kinds)}
+    config = AutoConfig.for_model("zamba", layers_block_type=kinds, pad_token_id=None, **sizes)
+    directory = export(*cluster(AutoModelForCausalLM.from_config(config)), tmp_path / "packed")
+    assert not layers_form_a_chain(stored_skeleton(directory))
+    assert layers_form_a_chain(stored_skeleton(export(*cluster(tiny_llama()), tmp_path / "llama")))
