@@ -151,6 +151,11 @@ def launched() -> int:
         return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
+def processes_here() -> int:
+    """How many of the processes that a launcher started are on this machine, whose disks they share."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def wants_sharding(sharding: str, processes: int) -> bool:
     """What `--sharding` means: `auto` follows `accelerate launch --use_fsdp`. Raises UserError for DeepSpeed."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":

@@ -4,7 +4,6 @@ Every decision that a setting leaves open is taken here and nowhere else: what `
 stand for (`resolve`), device and dtypes, what is swapped for what. Texts and the room that a run takes follow from it, too.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from edkm_cli import data, models
 from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.config import CompressConfig, TrainingSettings, trains_whole_weights
-from edkm_cli.distributed import World
+from edkm_cli.distributed import World, processes_here
 from edkm_cli.errors import UserError, explained
 from edkm_cli.format import DENSE_BITS, QuantizationSpec, read_spec
 from edkm_cli.granularity import Granularity, table_numbers
@@ -133,7 +132,7 @@ class RunPlan:
         in reconstruction, whose widest are a few times as wide as the model."""
         weighed = self.config.calibration_tokens if self.config.importance != "none" else 0
         texts = len(decoder_layers(self.skeleton)) * (weighed or 0)
-        records = 10 * int(os.environ.get("LOCAL_WORLD_SIZE", 1)) * (self.config.start_tokens or 0)
+        records = 10 * processes_here() * (self.config.start_tokens or 0)
         return max(texts, records) * self.width * getattr(torch, self.config.dtype).itemsize * self.by_layer
 
     @property

@@ -125,3 +125,11 @@ def test_a_link_to_a_directory_is_not_left_out_in_silence(tmp_path):
     (tmp_path / "texts" / "more").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="holds a link to a directory"):
         parse_source(str(tmp_path / "texts"))
+
+
+def test_a_link_to_a_directory_that_is_hidden_is_none_of_the_text(tmp_path):
+    for name in ("texts", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text("text")
+    (tmp_path / "texts" / ".more").symlink_to(tmp_path / "elsewhere")
+    assert [file.name for file in parse_source(str(tmp_path / "texts")).files] == ["a.txt"]

@@ -134,10 +134,10 @@ def test_only_splits_that_are_known_whole_are_named():
             + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         )
         steps = [{"type": "Split", "pattern": {"Regex": pattern}}, {"type": "ByteLevel", "use_regex": False}]
-        assert _split({"type": "Sequence", "pretokenizers": steps}, "") == name
+        assert _split({"type": "Sequence", "pretokenizers": steps}) == name
         steps[0]["pattern"]["Regex"] = pattern.replace("]+[", "]+[/")  # Tekken's ends so
         with pytest.raises(UserError, match="does not know how this tokenizer splits"):
-            _split({"type": "Sequence", "pretokenizers": steps}, "")
+            _split({"type": "Sequence", "pretokenizers": steps})
 
 
 def test_gemma_s_scale_of_attention_is_llama_cpp_s(ids, tmp_path):

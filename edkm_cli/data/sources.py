@@ -133,10 +133,11 @@ def _files(text: str, option: str) -> Source | None:
         readme = path / "README.md"
         if readme.is_file() and readme.read_bytes().partition(b"\n")[0].strip() == b"---":
             return Source(text, "hub", repository=str(path))  # the hub's layout, which `datasets` reads
-        if linked := next((file for file in path.rglob("*") if file.is_symlink() and file.is_dir()), None):
+        inside = path.rglob("*")
+        visible = [file for file in inside if not any(part[0] == "." for part in file.relative_to(path).parts)]
+        if linked := next((file for file in visible if file.is_symlink() and file.is_dir()), None):
             rule = f"{option} {path} holds a link to a directory, {linked}, which is not followed"
             raise UserError(f"{rule}; name that, too")
-        visible = (file for file in path.rglob("*") if not any(part[0] == "." for part in file.relative_to(path).parts))
         files = sorted(p for p in visible if suffix_of(p) in SUFFIXES and p.name not in _METADATA and p.is_file())
         if not files:
             raise UserError(f"{option} names a directory without files that end in {endings}: {path}")

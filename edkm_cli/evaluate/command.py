@@ -78,11 +78,7 @@ def evaluate_model(
             model = load_any(source, dtype=dtype, device=device)
         measured, beside = study.see_model(model)
     if not source.is_local:  # its files are on this machine by now
-        from transformers.utils import cached_file
-
-        with models.loading(source):
-            file = cached_file(source.location, "config.json", revision=source.revision, local_files_only=True)
-        source = models.resolve(str(Path(str(file)).parent), **trust)
+        source = models.resolve(str(models.safetensors_directory(source, fetch=False)), **trust)
     compressed = is_packed(model)
     # It is measured in `dtype`, but it weighs what its files do.
     size = footprint(stored_skeleton(source.location, **trust) if compressed else model)

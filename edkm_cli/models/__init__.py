@@ -266,8 +266,9 @@ def _copy_of(source: ModelSource, kind: str = "bfloat16") -> Path:
     return path.with_suffix(f".{kind}-{path.stat().st_size}")
 
 
-def safetensors_directory(source: ModelSource) -> Path:
-    """The directory with a model's configuration and safetensors files, fetched or decoded first where needed.
+def safetensors_directory(source: ModelSource, *, fetch: bool = True) -> Path:
+    """The directory with a model's configuration and safetensors files, decoded first where needed, and unless `fetch` is
+    False fetched.
 
     Raises UserError if they cannot be had.
     """
@@ -289,6 +290,7 @@ def safetensors_directory(source: ModelSource) -> Path:
     with loading(source):
         # Some repositories hold the weights twice, the second time as other programs want them.
         only: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ["original/*", "consolidated*"]}
+        only["local_files_only"] = not fetch
         return Path(snapshot_download(source.location, revision=source.revision, **only))
 
 

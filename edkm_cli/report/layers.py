@@ -103,11 +103,9 @@ def _original_directory(run: RunFiles) -> Path:
     if source.is_local:
         directory = models.safetensors_directory(source)
     else:
-        from huggingface_hub import snapshot_download
-
         try:
-            directory = Path(snapshot_download(source.location, revision=source.revision, local_files_only=True))
-        except Exception as error:
+            directory = models.safetensors_directory(source, fetch=False)
+        except UserError as error:
             raise UserError(f"the original model {source.location} is not on this machine") from error
     if not any(directory.glob("*.safetensors")):
         raise UserError(f"{directory} holds no safetensors files")

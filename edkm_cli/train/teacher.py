@@ -27,7 +27,7 @@ from torch import Tensor
 from edkm_cli.data import Batch, Blocks
 from edkm_cli.data.cache import locked
 from edkm_cli.data.store import disk_error
-from edkm_cli.distributed import ALONE, World
+from edkm_cli.distributed import ALONE, World, processes_here
 from edkm_cli.errors import UserError
 from edkm_cli.files import require_room, sha256_of, whole_record, write_json
 from edkm_cli.models import cache_directory
@@ -139,8 +139,7 @@ def remember(
                 done = partial.stat().st_size // (at_once * row_bytes) if partial.is_file() else 0
                 what = "the uncompressed model's states of the training text need"
                 remedy = "free some, set EDKM_CACHE to another directory, or train on fewer tokens"
-                here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # processes that write to this disk
-                require_room(path.parent, here * (len(places) - done * at_once) * row_bytes, what, remedy)
+                require_room(path.parent, processes_here() * (len(places) - done * at_once) * row_bytes, what, remedy)
                 partial.touch()
                 # Each pass in its place: where locks are of one machine, another run writes the same bytes.
                 with open(partial, "r+b") as file:

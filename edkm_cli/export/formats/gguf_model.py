@@ -196,7 +196,7 @@ def _kind(content: Mapping[str, Any]) -> tuple[str, str]:
     if model.get("type") != "BPE":
         raise UserError(f"gguf knows tokenizers of byte pairs, got {model.get('type')}; {_REMEDY}")
     if "ByteLevel" in json.dumps([content.get("pre_tokenizer"), content.get("decoder")]):
-        return "gpt2", _split(content.get("pre_tokenizer"), _REMEDY)
+        return "gpt2", _split(content.get("pre_tokenizer"))
     if model.get("byte_fallback"):
         return "llama", "default"
     raise UserError(f"gguf knows byte-level and SentencePiece tokenizers, and this is neither; {_REMEDY}")
@@ -247,7 +247,7 @@ def _tokens(model: dict[str, Any], added: list[dict[str, Any]], size: int) -> tu
     return tokens, kinds
 
 
-def _split(pre_tokenizer: Any, remedy: str) -> str:
+def _split(pre_tokenizer: Any) -> str:
     """llama.cpp's name of how text is split before byte pairs are merged."""
     steps = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
     for step in steps:
@@ -258,4 +258,4 @@ def _split(pre_tokenizer: Any, remedy: str) -> str:
         return "smollm"
     if kinds == ["ByteLevel"]:
         return "gpt-2"
-    raise UserError(f"gguf does not know how this tokenizer splits text ({kinds}); {remedy}")
+    raise UserError(f"gguf does not know how this tokenizer splits text ({kinds}); {_REMEDY}")

@@ -126,7 +126,9 @@ def decoded(packed: Tensor, codebook: Tensor) -> Tensor:
 def stated(source: Compressed, name: str, options: Options) -> tuple[Tensor, Tensor]:
     """The source's tensor times its power of two; tables are exact, the rest has the dtype of the options."""
     exact = _scaled(source, name)
-    return exact if source.tensors[name].linear else exact.to(getattr(torch, options.dtype_name())).float(), exact
+    if source.tensors[name].linear:
+        return exact, exact
+    return exact.to(getattr(torch, options.dtype_name())).float(), exact
 
 
 def _scale(source: Compressed) -> float:
