@@ -206,7 +206,7 @@ def load_source(source: models.ModelSource, *, dequantize: bool, dtype: str, dev
         if method is not None:
             if (layers := open_layers(source, dtype=getattr(torch, dtype), device=device, dequantize=True)) is None:
                 rule = f"--dequantize reads {method} matrix by matrix, which files of {source.name} do not allow"
-                raise UserError(f"{rule} in {dtype}; use --dtype bfloat16, or give the model that it was made from")
+                raise UserError(f"{rule}; give the model that it was made from")
             for path in layers.paths:
                 with layers.whole(path):
                     layers.stay(path)

@@ -100,7 +100,7 @@ def test_fp8_in_blocks_is_decoded_with_its_scales(tmp_path):
     assert getattr(dense.config, "quantization_config", None) is None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_experts_in_mxfp4_are_decoded_to_the_bit(dtype, tmp_path):
     decoded = mxfp4(tmp_path)
     dense = load_source(resolve(str(tmp_path)), dequantize=True, dtype=dtype)

@@ -184,8 +184,7 @@ def open_layers(
         return None
     model, reader, tied = _empty(source, dtype, trainable=True, dequantize=dequantize)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    widened = dtype == torch.float16 and getattr(model, "_keep_in_fp32_modules", None)  # by transformers, from float16
-    if widened or not all(name in reader for name in names - tied):
+    if not all(name in reader for name in names - tied):
         return None
     inside = tuple(f"{path}." for path in decoder_layers(model))
     _read_rest(model, reader, None, device, leave=tied | {name for name in names if name.startswith(inside)})
