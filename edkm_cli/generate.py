@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli import model_files, models
+from edkm_cli.config import known_positions
 from edkm_cli.errors import UserError, brief, explained
 from edkm_cli.hf import load_any
 from edkm_cli.nn.swap import dequantize_model
@@ -102,10 +103,14 @@ def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner, *, joined:
             raise UserError(f"{writer.name}: logits must be numbers, but are NaN or Inf; use --dtype float32")
         return scores
 
-    options = {"max_new_tokens": manner.max_new_tokens, "logits_processor": [numbers], **_ONE_ANSWER}
+    length, most = inputs["input_ids"].shape[1], known_positions(writer.model.config) or math.inf
+    if length >= most:
+        raise UserError(f"{writer.name} knows {most} positions, but what it is to continue has {length}; shorten it")
+    new_tokens = min(manner.max_new_tokens, most - length)
+    options = {"max_new_tokens": new_tokens, "logits_processor": [numbers], **_ONE_ANSWER}
     if manner.temperature is not None:
         options |= {"do_sample": True, "temperature": manner.temperature, "top_p": manner.top_p}
-    start, length = time.perf_counter(), inputs["input_ids"].shape[1]
+    start = time.perf_counter()
     last = inputs["input_ids"][0, -1:].tolist() if joined else []
     streamer = _Stream(writer.tokenizer, manner.emit, [*last])
     try:

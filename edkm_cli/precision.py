@@ -23,12 +23,17 @@ def multiplies_bfloat16(device: str) -> bool:
 @contextmanager
 def float32_products() -> Iterator[None]:
     """float32 matrix products as they are, whatever is set outside: choices that make up for one another need them."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [
+        backend.fp32_precision for backend in backends
+    ]  # torch's older functions fail beside settings by this name
+    for backend in backends:
+        backend.fp32_precision = "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def bfloat16_autocast(device: str, dtype: torch.dtype) -> AbstractContextManager[Any]:

@@ -173,6 +173,14 @@ class TestErrors:
     def test_json_into_no_directory(self, model_directory, tmp_path):
         assert "--json" in refused("eval", model_directory, "--json", tmp_path / "no" / "x.json")
 
+    @pytest.mark.parametrize("command", ["eval", "export", "merge", "generate", "compare"])
+    def test_a_command_of_one_process_under_a_launcher(self, command, monkeypatch):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert f"edkm {command} is for one process, not 2" in refused(command, "out")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        assert "is for one process" not in run(command, "out")[2]
+
     def test_wrong_usage_exits_with_2_as_well(self):
         assert run("compress", "--no-such-flag")[0] == 2
         assert run("no-such-command")[0] == 2

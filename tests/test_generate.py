@@ -108,6 +108,15 @@ def test_logits_that_are_no_numbers_are_refused(checkpoint, temperature):
         generate_text(writer, "Once", Manner(5, temperature), chat=False)
 
 
+def test_a_text_ends_where_the_models_positions_do(checkpoint):
+    writer = writer_of(checkpoint)
+    known = writer.model.config.max_position_embeddings
+    writer.model.generation_config.eos_token_id = None
+    assert generate_text(writer, "b" * (known - 3), Manner(9), chat=False)["new_tokens"] == 3
+    with pytest.raises(UserError, match=f"knows {known} positions, but what it is to continue has {known}; shorten"):
+        generate_text(writer, "b" * known, Manner(9), chat=False)
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_bytes_that_are_no_text_are_refused(checkpoint, chat):
     with pytest.raises(UserError, match="a prompt must be text"):

@@ -105,7 +105,8 @@ def test_what_solves_for_weights_multiplies_in_float32_whatever_is_set_outside(s
         function = getattr(compensation, name)
 
         def noted(*args, function=function, **options):
-            seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+            precisions = [getattr(torch.backends, name).matmul.fp32_precision for name in ("cuda", "mkldnn")]
+            seen.append((*precisions, torch.is_autocast_enabled("cpu")))
             return function(*args, **options)
 
         monkeypatch.setattr(compensation, name, noted)
@@ -117,4 +118,4 @@ def test_what_solves_for_weights_multiplies_in_float32_whatever_is_set_outside(s
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
-    assert set(seen) == {("highest", False)}
+    assert set(seen) == {("ieee", "ieee", False)}

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from edkm_cli.precision import bfloat16_linears, sum_of_products
+from edkm_cli.precision import bfloat16_linears, float32_products, sum_of_products
 
 
 @pytest.mark.parametrize("size", [8, 64, 300])
@@ -46,3 +46,18 @@ def test_linears_are_as_they_were_afterwards_and_near_it_inside():
         assert inside.dtype == torch.float32
         assert float((inside - before).norm() / before.norm()) < 0.02
         assert torch.equal(model(x), before)
+
+
+def test_float32_products_beside_torchs_newer_settings():
+    """Once one of all backends is set `torch.get_float32_matmul_precision` fails."""
+    backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in (torch.backends, *backends):
+            backend.fp32_precision = "tf32"
+        with float32_products():
+            assert [backend.fp32_precision for backend in backends] == ["ieee", "ieee"]
+        assert [backend.fp32_precision for backend in backends] == ["tf32", "tf32"]
+    finally:
+        for backend, precision in zip((torch.backends, *backends), ("none", *before), strict=True):
+            backend.fp32_precision = precision

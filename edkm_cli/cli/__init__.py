@@ -22,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+_TOGETHER = ("compress", "finetune", "distill")  # what the processes of a launcher can share
 bench_app = typer.Typer(help="Measurements as JSON and a table.", no_args_is_help=True)
 
 app.command("compress")(runs.compress_command)
@@ -48,11 +49,18 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Options of every command."""
+    if rank() and (command := context.invoked_subcommand) not in _TOGETHER:
+        from edkm_cli.distributed import launched
+
+        if (processes := launched()) > 1:
+            rule = f"edkm {command} is for one process, not {processes}"
+            raise UserError(f"{rule}; start it without torchrun or accelerate launch", everywhere=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

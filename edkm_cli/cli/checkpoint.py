@@ -99,7 +99,8 @@ class _Writing:
     """How `edkm generate` writes."""
 
     # fmt: off
-    max_new_tokens: int = setting(256, "Most tokens of an answer.", "", minimum=1)
+    max_new_tokens: int = setting(256, "Most tokens of an answer; it ends where the model's positions do, too.", "",
+        minimum=1)
     chat: bool = setting(False, "Treat the prompt as a user's message.", "")
     system: str | None = setting(None, "System message of a conversation, before the first message; implies --chat.",
         "")

@@ -18,7 +18,7 @@ from torch import nn
 
 from edkm_cli import model_files
 from edkm_cli.config import TrainingSettings
-from edkm_cli.distributed import World, launched
+from edkm_cli.distributed import World
 from edkm_cli.errors import Preempted, UserError, explained
 from edkm_cli.evaluate.limits import require_ratio
 from edkm_cli.evaluate.size import footprint
@@ -58,8 +58,6 @@ def merge(
     directory, adapter = Path(directory), Path(config.adapter).expanduser()
     if not config.adapter:
         raise UserError("--adapter is required: the directory that edkm finetune wrote")
-    if launched() > 1:
-        raise UserError("edkm merge is for one process; start it without torchrun or accelerate launch")
     check_adapter(adapter)
     run = _Run(directory, adapter, with_data(config, adapter), observer or Observer())
     require_base(run, adapter)

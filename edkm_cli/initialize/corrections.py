@@ -11,6 +11,7 @@ is what another module gets or what the layer returns, bit by bit.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -140,11 +141,16 @@ class Corrections:
         if inputs.shape[:-1].numel() < layer.in_features:
             change = self._by_tokens(weight, inputs, exact, stream, damping)
         elif stream is None:  # what is solved once serves all matrices with these inputs
-            change = weight @ self._once(inputs, lambda: times_inverse(_INPUTS * self._crossing(inputs, exact)))
+            of_inputs = partial(self._missing, inputs, exact)
+            change = weight @ self._once(inputs, lambda: times_inverse(_INPUTS * _sum(inputs, of_inputs)))
         else:
-            crossed = _INPUTS * (weight @ self._crossing(inputs, exact))
-            crossed += _RESIDUAL * _sum(inputs, lambda at: (self._error(stream, at), self._weighted(inputs[at], at)))
-            change = times_inverse(crossed)
+
+            def outputs(some: slice) -> tuple[Tensor, Tensor]:
+                missing, x = self._missing(inputs, exact, some)
+                wanted = sum_of_products(missing.t(), weight.t()).mul_(_INPUTS)  # (tokens, out)
+                return wanted.add_(self._error(stream, some), alpha=_RESIDUAL), x
+
+            change = times_inverse(_sum(inputs, outputs))
         self.forget(layer)
         return (weight + change).to(layer.weight.dtype)
 
@@ -181,14 +187,10 @@ class Corrections:
         """Of the residual stream that a module gets, of `some` texts, weighted, (tokens, hidden)."""
         return self._weighted(self._exact[stream].some(some) - self._now[stream][some], some)
 
-    def _crossing(self, inputs: Tensor, exact: HiddenStates) -> Tensor:
-        """(X' - X) X^T, (in, in)."""
-
-        def missing(some: slice) -> tuple[Tensor, Tensor]:
-            x = self._weighted(inputs[some], some)
-            return self._weighted(exact.some(some), some) - x, x
-
-        return _sum(inputs, missing)
+    def _missing(self, inputs: Tensor, exact: HiddenStates, some: slice) -> tuple[Tensor, Tensor]:
+        """X' - X and X, of `some` texts, (tokens, in)."""
+        x = self._weighted(inputs[some], some)
+        return self._weighted(exact.some(some), some) - x, x
 
     def _once(self, inputs: Tensor, compute: Callable[[], Any]) -> Any:
         """What `compute` gives, for all matrices that get the same X: they got the same X', too."""
