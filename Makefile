@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help venv demo test lint check fix bench fuzz faults families clean model
 
 help:  ## what the targets do
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 10
+	@awk -F ':.*## *' '/^[a-z]+:.*##/ { printf "%-10s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP)  ## .venv with the project and everything its tests need
 

@@ -1,6 +1,7 @@
 """Versions, hardware, peak memory and times: what every recorded result states beside its figures."""
 
 import platform
+import resource
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -41,10 +42,6 @@ def peak_memory_bytes(device: str) -> int:
         # Not getrusage where there is better: its maximum survives exec, so it may be that of the parent process.
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if platform.system() == "Darwin" else peak * 1024
 

@@ -77,6 +77,8 @@ def shortage(error: BaseException) -> UserError | None:
     if isinstance(error, RuntimeError) and "home directory" in text:  # of pathlib
         rule = f"a path begins with ~ and a user who is not known here ({text})"
         return UserError(f"{rule}; give it in full, or set HOME")
+    if isinstance(error, FileNotFoundError) and "temporary directory" in text:  # of tempfile
+        return UserError(f"temporary files need a place, and there is none ({text}); set TMPDIR")
     if isinstance(error, IndexError) and text == "index out of range in self":  # of positions, as a rule
         return UserError("a text must not be longer than the model's table of positions, but one is; give fewer tokens")
     number = error.errno if isinstance(error, OSError) else None

@@ -1,5 +1,6 @@
 """How files are read and written: JSON and safetensors, whole or not at all, and with checksums."""
 
+import errno
 import hashlib
 import json
 import os
@@ -172,11 +173,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """fsync a file or directory, so that a rename that follows cannot outrun its content. Windows opens no directory."""
-    if os.name == "nt" and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    """fsync a file or directory, so that a rename that follows cannot outrun its content."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if (
+            error.errno != errno.EINVAL or not path.is_dir()
+        ):  # some file systems of virtual machines sync no directories
+            raise
     finally:
         os.close(descriptor)

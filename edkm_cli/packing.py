@@ -1,8 +1,10 @@
-"""b-bit indices <-> bytes, and numbers as tables store them.
+"""b-bit indices <-> bytes, numbers as tables store them, and a packed matrix as every kernel takes it.
 
 Each row of indices is one little-endian bit stream: index i occupies the bits [i * b, (i + 1) * b) of its row, and bit p
 of a row is bit p % 8 of the row's byte p // 8. Rows are padded with zero bits to whole bytes, so a row can be read
 without its neighbours. For 3 bits eight indices fill exactly three bytes.
+
+A tile of a matrix, (R, C), is what `Granularity.tile` returns. Groups are numbered tile row by tile row, left to right.
 """
 
 import math
@@ -16,6 +18,7 @@ from torch import Tensor
 from edkm_cli.granularity import E3M4
 
 MIN_BITS, MAX_BITS = 1, 8
+Tile = tuple[int, int]
 _MOST_ENDS = 7  # of rows of an embedding that have bits of their own
 
 
@@ -186,3 +189,65 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:
             value |= packed[:, :, first + 1] << (8 - shift)
         indices[:, :, i] = value & mask
     return indices.view(rows, units * per_unit)[:, :columns].contiguous()
+
+
+def to_groups(weight: Tensor, tile: Tile) -> Tensor:
+    """(out, in) -> (groups, R * C). A view where a tile spans whole rows, a copy for blocks."""
+    (out_features, in_features), (rows, columns) = weight.shape, tile
+    tiled = weight.reshape(out_features // rows, rows, in_features // columns, columns)
+    return tiled.transpose(1, 2).reshape(-1, rows * columns)
+
+
+def from_groups(grouped: Tensor, shape: Sequence[int], tile: Tile) -> Tensor:
+    """(groups, R * C) -> (out, in): the inverse of `to_groups`."""
+    (out_features, in_features), (rows, columns) = shape, tile
+    tiled = grouped.reshape(out_features // rows, in_features // columns, rows, columns)
+    return tiled.transpose(1, 2).reshape(out_features, in_features)
+
+
+class Packed(NamedTuple):
+    """A packed matrix (out, in), as a checkpoint stores it (docs/format.md).
+
+    `indices`: (out, bytes) uint8. `table`: a LUT (groups, 2**bits), or, where `tile` is None, the float32 scale (out, n)
+    of the levels index - 2**(bits - 1): one for a row, or one for each of n equal groups of its columns.
+    """
+
+    indices: Tensor
+    table: Tensor
+    bias: Tensor | None
+    bits: int
+    tile: Tile | None
+
+    @property
+    def grouped(self) -> bool:
+        """Whether rows have several scales, which only the plain path reads."""
+        return self.tile is None and self.table.shape[1] != 1
+
+
+def row_parts(indices: Sequence[Tensor], scale: Tensor, parts: Sequence[Part]) -> list[Packed]:
+    """A row-scaled matrix whose rows differ in bits: the indices of each part, and the scales of all rows."""
+    scales = scale.split([len(codes) for codes in indices])
+    return [Packed(codes, own, None, part.bits, None) for codes, own, part in zip(indices, scales, parts, strict=True)]
+
+
+def check(x_columns: int, packed: Packed) -> None:
+    """Raises ValueError where shapes or dtypes do not belong together: the kernels read memory by them."""
+    indices, table, bias, bits, tile = packed
+    rows = indices.shape[0]
+    if not 1 <= bits <= 8 or indices.dtype != torch.uint8 or indices.dim() != 2:
+        raise ValueError(f"indices must be (rows, bytes) uint8 of 1 to 8 bits, got {indices.dtype} and {bits} bits")
+    if indices.shape[1] != (width := packed_width(x_columns, bits)):
+        raise ValueError(f"{x_columns} columns of {bits} bits are {width} bytes, got {indices.shape[1]}")
+    if tile is None:
+        groups = table.shape[-1] if table.dim() == 2 and table.shape[-1] else 1
+        if x_columns % groups:
+            raise ValueError(f"{groups} scales a row must divide its {x_columns} columns")
+        wanted: tuple[int, ...] = (rows, groups)
+    elif tile[0] < 1 or tile[1] < 1 or rows % tile[0] or x_columns % tile[1]:
+        raise ValueError(f"tiles of {tile[0]} x {tile[1]} must divide a matrix of {rows} x {x_columns}")
+    else:
+        wanted = (rows // tile[0] * (x_columns // tile[1]), 2**bits)
+    if tuple(table.shape) != wanted or (tile is None and table.dtype != torch.float32):
+        raise ValueError(f"the table must be {wanted}, got {tuple(table.shape)} {table.dtype}")
+    if bias is not None and tuple(bias.shape) != (rows,):
+        raise ValueError(f"bias must be ({rows},), got {tuple(bias.shape)}")

@@ -23,10 +23,8 @@ def multiplies_bfloat16(device: str) -> bool:
 @contextmanager
 def float32_products() -> Iterator[None]:
     """float32 matrix products as they are, whatever is set outside: choices that make up for one another need them."""
-    backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    before = [
-        backend.fp32_precision for backend in backends
-    ]  # torch's older functions fail beside settings by this name
+    backends = [getattr(torch.backends, name).matmul for name in ("cuda", "mkldnn")]
+    before = [one.fp32_precision for one in backends]  # torch's older functions fail beside settings by this name
     for backend in backends:
         backend.fp32_precision = "ieee"
     try:

@@ -313,34 +313,18 @@ def needed_tokens(plan: RunPlan, *, written: bool = False) -> int:
     return max(trained, config.calibration_tokens or 0, fitted) + config.sequence_length
 
 
-def calibration_text(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor]:
+def calibration_text(text: data.TrainingData, plan: RunPlan) -> list[Tensor]:
     """The texts, (1, length) each, that the importance is measured on."""
     config = plan.config
     if config.importance == "none":
         return []
-    return calibration_batches(tokens, config.calibration_tokens or 0, seed=config.seed, length=_TEXT_LENGTH)
+    return text.calibration_batches(_TEXT_LENGTH, limit=config.calibration_tokens or 0, seed=config.seed)
 
 
-def start_batches(tokens: Tensor | data.TrainingData, plan: RunPlan) -> list[Tensor] | None:
+def start_batches(text: data.TrainingData, plan: RunPlan) -> list[Tensor] | None:
     """The texts, (1, length) each, that weights are compensated or reconstructed on; None where they start as they are."""
     config = plan.config
     if config.start == "kmeans":
         return None
     length = _TEXT_LENGTH if config.start == "reconstructed" else _LONG_TEXT
-    return calibration_batches(tokens, config.start_tokens or 0, seed=config.seed, length=length)
-
-
-def calibration_batches(
-    tokens: Tensor | data.TrainingData, limit: int, *, seed: int, length: int = _LONG_TEXT
-) -> list[Tensor]:
-    """The first blocks of a shuffle by `seed`, together at most `limit` tokens, at least one block; of `length` tokens each
-    where there are so many."""
-    if isinstance(tokens, data.TrainingData):
-        return tokens.calibration_batches(length, limit=limit, seed=seed)
-    count = tokens.numel()
-    length = min(length, count, max(limit, 2))
-    if tokens.is_meta:  # a rehearsal, which knows shapes only
-        return [tokens[:length][None]] * max(1, min(count // length, limit // length))
-    blocks = data.Blocks(tokens, length, seed=seed)
-    count = max(1, min(len(blocks), limit // length))
-    return [blocks.batch(index, 1) for index in range(count)]
+    return text.calibration_batches(length, limit=config.start_tokens or 0, seed=config.seed)

@@ -173,6 +173,12 @@ class TestErrors:
     def test_json_into_no_directory(self, model_directory, tmp_path):
         assert "--json" in refused("eval", model_directory, "--json", tmp_path / "no" / "x.json")
 
+    def test_json_in_a_directory_that_takes_no_file(self, model_directory, tmp_path, monkeypatch):
+        (tmp_path / "x.json").write_text("{}")
+        access = os.access
+        monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path and access(path, mode))
+        assert "can be written" in refused("eval", model_directory, "--json", tmp_path / "x.json")
+
     @pytest.mark.parametrize("command", ["eval", "export", "merge", "generate", "compare"])
     def test_a_command_of_one_process_under_a_launcher(self, command, monkeypatch):
         monkeypatch.setenv("RANK", "0")

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import tempfile
 
 import pytest
 import torch
@@ -35,6 +36,12 @@ def test_what_a_machine_lacks_is_one_line_with_a_remedy(error, message):
     line = str(shortage(error))
     assert re.search(message, line)
     assert "--resume" in line
+
+
+def test_no_place_for_temporary_files_is_told(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/such/place"])
+    assert re.search("temporary files need a place.*set TMPDIR", str(shortage(raised(tempfile.TemporaryFile))))
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOENT, "x"), RuntimeError("shape mismatch"), KeyError("a")])

@@ -13,6 +13,7 @@ import pytest
 from edkm_cli.errors import UserError
 from edkm_cli.export import directory as module
 from edkm_cli.export.directory import Lock, OutputDirectory
+from edkm_cli.files import sync
 
 
 @pytest.fixture
@@ -195,6 +196,31 @@ def test_what_a_run_has_written_counts_as_room(unfinished, monkeypatch):
     OutputDirectory(unfinished, resume=True).rehearse(19 * 10**5)
     with pytest.raises(UserError, match="--output needs"):
         OutputDirectory(unfinished, resume=True).rehearse(21 * 10**5)
+
+
+def test_a_place_that_moves_no_directories_is_refused_before_the_work(tmp_path, monkeypatch):
+    rename = os.rename
+
+    def files_only(source, target):
+        if os.path.isdir(source):  # as gcsfuse does
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        rename(source, target)
+
+    monkeypatch.setattr("os.rename", files_only)
+    with pytest.raises(UserError, match=r"--output must be on a writable disk.*take another"):
+        OutputDirectory(tmp_path / "out").rehearse(1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_synced_is_none_less_and_a_file_is(tmp_path, monkeypatch):
+    def refused(descriptor):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setattr("os.fsync", refused)
+    sync(tmp_path)
+    with pytest.raises(OSError, match="Invalid argument"):
+        sync(tmp_path / "file")
 
 
 def test_a_killed_start_is_not_thrown_away_unasked(tmp_path):

@@ -214,6 +214,7 @@ def test_what_a_killed_run_had_begun_to_write_is_its_own(tmp_path):
     (tmp_path / ownership.MARKER).write_text("{}")
     for name in ("self-text.safetensors.7327.tmp", "self-text.safetensors", "step-000001.tmp", ".tmpjJfzxI"):
         (tmp_path / "checkpoints" / name).write_text("begun")
+    (tmp_path / ".DS_Store").write_text("Finder's")
     assert ownership.foreign(tmp_path) == ["checkpoints/.tmpjJfzxI"]  # safetensors' own: we let it write nothing
 
 

@@ -39,6 +39,16 @@ def test_the_library_is_built_once_in_a_private_directory(fresh_library, monkeyp
     assert built.stat().st_mtime_ns == before
 
 
+def test_a_cache_that_systems_share_holds_a_library_for_each(fresh_library, monkeypatch):
+    needs_compiler()
+    monkeypatch.delenv("EDKM_CPU_KERNELS", raising=False)
+    for libc in (("glibc", "2.28"), ("glibc", "2.41")):
+        monkeypatch.setattr(build, "_LIBC", libc)
+        build.library.cache_clear()
+        assert build.library() is not None
+    assert len(list((fresh_library / "edkm" / "kernels").iterdir())) == 2
+
+
 def test_a_cache_that_others_can_write_is_refused(fresh_library, monkeypatch, caplog):
     needs_compiler()
     monkeypatch.delenv("EDKM_CPU_KERNELS", raising=False)

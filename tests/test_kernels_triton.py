@@ -125,9 +125,8 @@ def check_palette(dtype, tile, k):
 
 def check_packed(dtype, rows, columns, bits, tile):
     """Decoded weights; `tile` None: row scales."""
-    from edkm_cli.packing import pack
+    from edkm_cli.packing import Packed, pack
     from edkm_cli.runtime import lut_linear_torch, lut_linear_triton
-    from edkm_cli.runtime.packed import Packed
 
     codes = torch.randint(0, 2**bits, (rows, columns), dtype=torch.uint8)
     groups = None if tile is None else rows // tile[0] * (columns // tile[1])

@@ -4,8 +4,7 @@ results are looked at in the interpreter (test_kernels_triton.py)."""
 import pytest
 import torch
 
-from edkm_cli.packing import pack
-from edkm_cli.runtime.packed import Packed
+from edkm_cli.packing import Packed, pack
 
 triton = pytest.importorskip("triton")
 

@@ -11,7 +11,6 @@ from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.nn.swap import decoder_bits_per_weight, plan_swaps
-from edkm_cli.preflight import calibration_batches
 from edkm_cli.research.baselines import dkm, kmeans
 from edkm_cli.research.baselines.outcome import decoder_linears
 from edkm_cli.train.losses import next_token_loss
@@ -49,11 +48,11 @@ def test_it_is_what_compress_without_steps_exports(tmp_path, model_directory, te
     exported = edkm_cli.load(tmp_path / "out")
     exported.dequantize()
     model = models.load_dense(models.resolve(str(model_directory)), dtype="float32")
-    tokens = data.training_tokens(data.parse_sources(list(config.data)), byte_tokenizer())
+    text = data.open_training_data(data.parse_sources(list(config.data)), byte_tokenizer())
     outcome = quantized(
         kmeans,
         model,
-        calibration_batches(tokens, config.calibration_tokens, seed=config.seed),
+        text.calibration_batches(512, limit=config.calibration_tokens, seed=config.seed),
         bits=3,
         granularity=granularity,
         importance=importance,

@@ -13,9 +13,8 @@ import torch
 
 from edkm_cli.granularity import Granularity
 from edkm_cli.kernels import build
-from edkm_cli.packing import pack
+from edkm_cli.packing import Packed, pack
 from edkm_cli.runtime import dispatch, lut_linear_c, lut_linear_torch
-from edkm_cli.runtime.packed import Packed
 
 SHAPES = [
     ("row:1", 24, 200), ("row:1", 37, 97), ("row:1", 1, 1), ("row:2", 18, 129), ("tensor", 33, 64), ("row:1", 40, 832),

@@ -9,10 +9,9 @@ import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
-from edkm_cli.packing import pack
+from edkm_cli.packing import Packed, pack
 from edkm_cli.runtime import dispatch, lut_linear_c, lut_linear_torch
 from edkm_cli.runtime.lut_linear import lut_linear, row_scaled_embedding, row_scaled_linear
-from edkm_cli.runtime.packed import Packed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOKENS = [1, 2, 7, 16, 64, 512]

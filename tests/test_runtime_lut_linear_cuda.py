@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from edkm_cli.packing import pack
+from edkm_cli.packing import Packed, pack
 from edkm_cli.runtime import dispatch, lut_linear_cuda, lut_linear_torch
-from edkm_cli.runtime.packed import Packed
 
 DTYPES = [torch.bfloat16, torch.float16]
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")

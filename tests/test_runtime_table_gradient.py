@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from edkm_cli.granularity import Granularity
-from edkm_cli.kernels.tiles import from_groups
-from edkm_cli.packing import pack
+from edkm_cli.packing import Packed, from_groups, pack
 from edkm_cli.runtime import dispatch, lut_linear_c, lut_linear_torch
 from edkm_cli.runtime.lut_linear import lut_linear, row_scaled_linear
-from edkm_cli.runtime.packed import Packed
 
 SHAPES = [
     ("tensor", 33, 64), ("tensor", 300, 1000), ("row:1", 24, 200), ("row:1", 37, 97), ("row:1", 1, 1), ("row:2", 18, 129),

@@ -7,9 +7,8 @@ import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
-from edkm_cli.packing import pack
+from edkm_cli.packing import Packed, pack
 from edkm_cli.runtime import lut_linear_torch
-from edkm_cli.runtime.packed import Packed
 from edkm_cli.serve.pieces import piece_of, stacked_table, stacked_tile, stacks
 
 

@@ -14,9 +14,8 @@ from edkm_cli.generate import Manner, generate_text, load_writer
 from edkm_cli.granularity import Granularity
 from edkm_cli.hf import load
 from edkm_cli.models import resolve
-from edkm_cli.packing import pack, parts_of
+from edkm_cli.packing import Packed, pack, parts_of, row_parts
 from edkm_cli.runtime import lut_linear_torch
-from edkm_cli.runtime.packed import Packed, row_parts
 from families import family
 from helpers import byte_tokenizer, cluster, export, tiny_llama
 

@@ -51,6 +51,14 @@ _GATHERED_LAYERS = 3
 _HOLES = 0.5  # of what training has in the heap: what is kept for the gradients splits the free blocks
 
 
+class _NoText:
+    """Text of which only the shapes are there."""
+
+    def calibration_batches(self, length: int, *, limit: int, seed: int) -> list[Tensor]:
+        length = min(length, max(limit, 2))
+        return [torch.empty(1, length, dtype=torch.int64, device="meta")] * max(1, limit // length)
+
+
 class Rehearsal:
     """A planned run of one process; `stored_bytes` is the size of the model's files."""
 
@@ -164,11 +172,10 @@ class Rehearsal:
 
     def _start(self, dense: Any) -> Any:
         """As the run's: `initialize`, with its costly steps counted instead of done."""
-        config, plan = self.config, self.plan
-        calibration = torch.empty(2 * max(config.calibration_tokens or 0, 2), dtype=torch.int64, device="meta")
-        text = torch.empty(2 * (config.start_tokens or 0), dtype=torch.int64, device="meta")
+        plan = self.plan
+        text: Any = _NoText()
         # The second batch finds the sums of the first in memory; of a whole model beside a GPU they are in the host's.
-        batches = calibration_text(calibration, plan)[: 1 if self.world.gpu and not plan.by_layer else 2]
+        batches = calibration_text(text, plan)[: 1 if self.world.gpu and not plan.by_layer else 2]
         steps = Steps(self._collect, self._kmeans, self._compensate, self._reconstruct, self._rounding_of)
         self._ledger.begin("calibration")
         with self._ledger.under(LOGITS), torch.device("meta"):

@@ -70,7 +70,7 @@ def evaluate_model(
         say(f"WARNING: {warning}")
     tokens = [texts.tokenize(document, late.tokenizer) for document in documents]
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="edkm-reference-") as directory:
+    with tempfile.TemporaryDirectory(prefix="edkm-reference-", ignore_cleanup_errors=True) as directory:
         study = Study(settings, tokens, late.tokenizer, Path(directory), loaded, track)
         if reference is not None:
             study.see_reference(model)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from edkm_cli.kernels.tiles import to_groups
-from edkm_cli.packing import unpack
+from edkm_cli.packing import to_groups, unpack
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
 
 

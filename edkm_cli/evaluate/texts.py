@@ -36,8 +36,8 @@ class Measurements:
 
         Returns why they could not be remembered, if so: later stages then have perplexities only.
         """
-        # Open files outlive their directory: nothing is left on the disk once the original is measured.
-        with tempfile.TemporaryDirectory(prefix="edkm-predictions-") as folder:
+        # Open files outlive their directory: nothing is left on the disk then (NFS keeps their names for a while).
+        with tempfile.TemporaryDirectory(prefix="edkm-predictions-", ignore_cleanup_errors=True) as folder:
             recorder = Recorder(model, folder)
             self.by_stage[ORIGINAL] = self._figures(model, ORIGINAL, world, seen=recorder.see)
             if world.any(recorder.failure is not None):

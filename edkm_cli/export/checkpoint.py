@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.distributed import ALONE, World, full, gathered, local
-from edkm_cli.errors import UserError, named
+from edkm_cli.errors import UserError, named, shortage
 from edkm_cli.export.formats import find
 from edkm_cli.export.formats.folder import MAX_SHARD_SIZE, write_tensors
 from edkm_cli.export.source import Described
@@ -240,9 +240,9 @@ def rehearse_export(plan: RunPlan) -> None:
             copy_code(model, Path(folder))
             trust = plan.config.trust_remote_code
             expected = expected_tensors(Path(folder), spec, limit=len(announced), trust_remote_code=trust)
-    except MemoryError:
-        raise
     except Exception as error:  # whatever a model's own code, or a check of its configuration, runs into
+        if shortage(error) is not None:
+            raise
         raise _refused(model, str(error) if isinstance(error, UserError) else named(error)) from error
     written = describe_tensors(target, announced)
     for name in sorted(written.keys() | expected.keys()):

@@ -112,19 +112,22 @@ class OutputDirectory:
 
     @_on_main
     def rehearse(self, needed_bytes: int) -> None:
-        """Try what the end of the run will do: raises UserError unless a file can be written, synced and renamed there
-        and the disk has room for the result. Not where a run is resumed that is finished."""
+        """Try what the end of the run will do: raises UserError unless files and directories can be written, synced and
+        renamed there and the disk has room for the result. Not where a run is resumed that is finished."""
         if self._resume and not self._overwrite and ownership.listing(self.path):
             return
         folder = next(folder for folder in self.path.parents if folder.exists())
         trial = folder / f".{self.path.name}.rehearsal"  # always the same: a killed run leaves one at most
         try:
-            if trial.exists() and any(path.read_bytes() not in (b"", b"edkm") for path in trial.iterdir()):
+            held = (path for path in trial.rglob("*") if not path.is_dir())
+            if any(path.read_bytes() not in (b"", b"edkm") for path in held):
                 raise FileExistsError(f"{trial} is needed for a moment, but holds something else; move it away")
             try:
-                trial.mkdir(exist_ok=True)
-                with written_whole(trial / "probe") as partial:
+                shutil.rmtree(trial, ignore_errors=True)
+                (trial / "new").mkdir(parents=True)
+                with written_whole(trial / "new" / "probe") as partial:
                     partial.write_bytes(b"edkm")
+                os.rename(trial / "new", trial / "whole")  # buckets that are mounted may move files only
             finally:
                 shutil.rmtree(trial, ignore_errors=True)
         except OSError as error:

@@ -66,7 +66,7 @@ def foreign(directory: Path) -> list[str]:
 def _is_ours(directory: Path, name: str, files: dict[str, Any], *, begun: bool) -> bool:
     if (path := directory / name).is_symlink():
         return False
-    if name in (MARKER, f"{MARKER}.tmp", FILES, f"{FILES}.tmp"):
+    if name in (MARKER, f"{MARKER}.tmp", FILES, f"{FILES}.tmp") or path.name == ".DS_Store":  # which Finder writes
         return path.is_file()
     if name in files:
         return path.is_file() and entry_of(path) == files[name]
@@ -132,7 +132,9 @@ def require_apart(option: str, target: Path, inputs: Iterable[tuple[str, Path]])
     target = Path(os.path.realpath(target.expanduser()))
     for name, given in inputs:
         there = Path(os.path.realpath(given.expanduser()))
-        if target == there:
+        if target == there or (
+            target.exists() and there.exists() and target.samefile(there)
+        ):  # Names may differ in case
             relation = "is"
         elif there.is_relative_to(target):
             relation = "contains"

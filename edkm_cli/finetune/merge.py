@@ -34,7 +34,7 @@ from edkm_cli.initialize.reconstruct import reconstruct
 from edkm_cli.integrity import stored_skeleton
 from edkm_cli.nn.clustered import ClusteredLinear, Clustering, clustered_layers, parameters_of, with_scale_of
 from edkm_cli.nn.hooks import layers_form_a_chain
-from edkm_cli.preflight import calibration_batches, choose_device, choose_label_weight, choose_start_tokens
+from edkm_cli.preflight import choose_device, choose_label_weight, choose_start_tokens
 from edkm_cli.progress import Observer
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
 from edkm_cli.settings import part_of
@@ -141,7 +141,7 @@ class _Run(PackedSession):
             teacher = decoded_copy(merged) if self.config.steps else None
             # Each decoder layer by itself, to give what the adapted one gives.
             how: dict[str, Any] = {"track": self.watch.track, "world": self.world}
-            text = calibration_batches(self.data, self.start_tokens, seed=self.config.seed, length=_FIT_TOKENS)
+            text = self.data.calibration_batches(_FIT_TOKENS, limit=self.start_tokens, seed=self.config.seed)
             if chain:
                 reconstruct(merged, text, passes=self.config.start_passes, seed=self.config.seed, **how)
             else:  # as edkm compress starts such a model

@@ -18,7 +18,7 @@ from edkm_cli.kernels.closed_form import EMPTY_MASS, TAU_FLOOR, Passes, Spread, 
 from edkm_cli.kernels.passes_c import CPasses
 from edkm_cli.kernels.passes_torch import TorchPasses
 from edkm_cli.kernels.table_torch import PATTERNS, TablePasses
-from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
+from edkm_cli.packing import Tile, from_groups, to_groups
 
 _HAS_TRITON = find_spec("triton") is not None  # optional
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from edkm_cli.kernels.closed_form import EMPTY_MASS, Passes, Spread
 from edkm_cli.kernels.layout_c import DTYPES
-from edkm_cli.kernels.tiles import Tile, to_groups
+from edkm_cli.packing import Tile, to_groups
 
 _MAX_K, _MAX_GROUP = 32, 16384
 _CHUNK_ENTRIES = 4096  # k times the weights at a time: 32 numbers a thread in each tensor of a chunk

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import platform
 import stat
 import subprocess
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from edkm_cli.settings import cache_directory
 
 _LOG = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
+_LIBC = platform.libc_ver()  # what is compiled with a new one does not load beside an older one, and homes are shared
 
 
 def _cache_directory() -> Path:
@@ -36,16 +38,15 @@ def _cache_directory() -> Path:
 
 def _file(wing: Path, candidates: Sequence[levels.Level]) -> Path:
     """The first library that lies beside a wing's sources, or one in the cache, compiled if it is not there."""
-    names = [levels.file_name(wing, level.name) for level in candidates]
-    for name in names:
-        if (built := wing / levels.BUILT / name).exists():
+    for level in candidates:
+        if (built := wing / levels.BUILT / levels.file_name(wing, level.name)).exists():
             return built
     directory = _cache_directory()
-    for name, level in zip(names, candidates, strict=True):
-        if (cached := directory / name).exists():
+    for level in candidates:
+        if (cached := directory / levels.file_name(wing, level.name, _LIBC)).exists():
             return cached
         try:
-            return levels.compile_level(wing, level, directory)
+            return levels.compile_level(wing, level, directory, _LIBC)
         except levels.Unavailable:  # a compiler that doesn't know this level
             if level is candidates[-1]:
                 raise

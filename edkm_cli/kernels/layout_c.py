@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels.build import library
-from edkm_cli.kernels.tiles import Tile
+from edkm_cli.packing import Tile
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _UNIT_WEIGHTS = 1 << 18  # weights in a unit of work: a group larger than that is shared by threads

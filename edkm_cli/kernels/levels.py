@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,7 +74,10 @@ def fitting() -> list[Level]:
 
 def calls() -> Level:
     """calls.c, an extension module for this Python, which runs on any processor; compiling it takes Python's headers."""
-    return Level(_CALLS, (f"-I{_INCLUDE}",), frozenset())
+    pythons = (
+        ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()
+    )  # its functions are there when loaded
+    return Level(_CALLS, (f"-I{_INCLUDE}", *pythons), frozenset())
 
 
 def _sources(wing: Path, name: str) -> list[Path]:
@@ -81,22 +85,23 @@ def _sources(wing: Path, name: str) -> list[Path]:
     return [extension] if name == _CALLS else sorted({*wing.glob("*.c")} - {extension})
 
 
-def file_name(wing: Path, name: str) -> str:
-    """The library of a wing for a level's `name`; a hash of its sources and of the headers that wings share is in it."""
-    digest = hashlib.sha256(repr((FLAGS, _X86)).encode())
+def file_name(wing: Path, name: str, system: Sequence[str] = ()) -> str:
+    """The library of a wing for a level's `name`, on a `system`; a hash of its sources and of the headers that wings share
+    is in it."""
+    digest = hashlib.sha256(repr((FLAGS, _X86, sys.platform, platform.machine(), *system)).encode())
     for file in (*_sources(wing, name), *sorted([*wing.glob("*.h"), *_HERE.glob("*.h")])):
         digest.update(file.read_bytes())
     return f"{wing.name}-{name}-{digest.hexdigest()[:16]}.so"
 
 
-def compile_level(wing: Path, level: Level, directory: Path) -> Path:
+def compile_level(wing: Path, level: Level, directory: Path, system: Sequence[str] = ()) -> Path:
     """The library of a wing for a level, put into `directory`. Raises Unavailable without a compiler that makes it."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise Unavailable(f"no C compiler ({', '.join(COMPILERS)}) on PATH")
     if level.name == _CALLS and not (_INCLUDE / "Python.h").is_file():
         raise Unavailable(f"no Python.h in {_INCLUDE}")
-    library = directory / file_name(wing, level.name)
+    library = directory / file_name(wing, level.name, system)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         built = Path(scratch) / library.name
         files = [f"-I{_HERE}", *map(str, _sources(wing, level.name))]

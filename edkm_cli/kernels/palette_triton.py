@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from edkm_cli.kernels.layout_c import DTYPES
-from edkm_cli.kernels.tiles import Tile
+from edkm_cli.packing import Tile
 
 _MAX_RUN = 1024
 

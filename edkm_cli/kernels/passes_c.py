@@ -12,7 +12,7 @@ from edkm_cli.kernels.build import library
 from edkm_cli.kernels.closed_form import Passes
 from edkm_cli.kernels.layout_c import ALONE_WEIGHTS, Tiled, call, matrix, parallel, pointer, readable, writable
 from edkm_cli.kernels.table_torch import PATTERNS, Parts
-from edkm_cli.kernels.tiles import Tile
+from edkm_cli.packing import Tile
 
 _LANES, _MAX_COLUMNS = 16, 128  # of columns.c
 _empty, _zeros = (partial(make, device="cpu") for make in (torch.empty, torch.zeros))  # whatever the default device is

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels.closed_form import Passes, centroid_dtype
-from edkm_cli.kernels.tiles import Tile, from_groups, to_groups
+from edkm_cli.packing import Tile, from_groups, to_groups
 
 _BLOCK = 64  # columns whose changes `descend` passes on to the others in one product
 ONE_HOT_NUMBERS = 2**23  # in a one-hot matrix, at most, of which four are held in float32

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels.closed_form import Passes, Spread, centroid_dtype
-from edkm_cli.kernels.tiles import Tile
+from edkm_cli.packing import Tile
 
 
 def nearest(weight: Tensor, centroids: Tensor, tile: Tile) -> Tensor:

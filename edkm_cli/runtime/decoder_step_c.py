@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels.layout_c import DTYPES
+from edkm_cli.packing import Packed, check
 from edkm_cli.runtime import lut_linear_c
 from edkm_cli.runtime.lut_linear_c import library
-from edkm_cli.runtime.packed import Packed, check
 
 _LANES, _MOST_HEAD_SIZE = 16, 256
 _STEP = struct.Struct("7q2d2Q")

@@ -17,8 +17,8 @@ from torch import Tensor
 from edkm_cli.errors import UserError
 from edkm_cli.kernels import triton_module
 from edkm_cli.kernels.layout_c import DTYPES
+from edkm_cli.packing import Packed, check
 from edkm_cli.runtime import lut_linear_c, lut_linear_cuda, lut_linear_torch
-from edkm_cli.runtime.packed import Packed, check
 
 _PATHS = ("auto", "kernel", "dense", "reference")
 _PART_WEIGHTS = 1 << 20  # weights decoded at a time: a few MiB

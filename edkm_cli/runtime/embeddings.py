@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.packing import pack
+from edkm_cli.packing import Packed, pack, row_parts
 from edkm_cli.precision import as_autocast
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import decoded_rows, joined, logits
-from edkm_cli.runtime.packed import Packed, recorded, row_parts
+from edkm_cli.runtime.lut_linear_c import recorded
 from edkm_cli.runtime.palettized import PackedModule, room_of
 
 _FILL_ROWS = 2048

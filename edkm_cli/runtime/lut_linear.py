@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edkm_cli.packing import Packed, check
 from edkm_cli.runtime import dispatch
-from edkm_cli.runtime.lut_linear_c import unwatched
-from edkm_cli.runtime.packed import Packed, check, recorded
+from edkm_cli.runtime.lut_linear_c import recorded, unwatched
 
 _LIBRARY = torch.library.Library("edkm", "DEF")
 for _name, _table, _tile in (

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from edkm_cli.kernels import build
 from edkm_cli.kernels.layout_c import DTYPES
-from edkm_cli.runtime.packed import Packed, check, recorded
+from edkm_cli.packing import Packed, check
 
 _TABLE_DTYPES = {**DTYPES, torch.float8_e4m3fn: 3}
 _HEAD, _PART = struct.Struct("4q"), struct.Struct("3Q5q")  # structs Packed and Part of packed.h
@@ -138,6 +138,14 @@ def _calls() -> ModuleType | None:
     except (OSError, AttributeError, StopIteration):
         return None
     return module
+
+
+def recorded() -> bool:
+    """Whether torch.compile or torch.jit.trace records operations: what does not go by PyTorch's dispatcher would be a
+    constant. Raises NotImplementedError where forward-mode derivatives are asked for, which would be left out."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise NotImplementedError("packed weights have no forward-mode derivatives; dequantize the model")
+    return torch.compiler.is_compiling() or torch._C._is_tracing()
 
 
 def unwatched(x: Tensor, *others: Tensor | None) -> bool:

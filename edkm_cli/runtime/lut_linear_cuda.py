@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels.layout_c import DTYPES
-from edkm_cli.packing import packed_width
+from edkm_cli.packing import Packed, packed_width
 from edkm_cli.runtime.lut_linear_c import unwatched
-from edkm_cli.runtime.packed import Packed
 
 _LOG = logging.getLogger(__name__)
 _NO_BIAS = -1

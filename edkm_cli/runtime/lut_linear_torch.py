@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from edkm_cli.kernels import passes_torch
-from edkm_cli.packing import unpack
-from edkm_cli.runtime.packed import Packed
+from edkm_cli.packing import Packed, unpack
 
 
 def dense(packed: Packed, columns: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from edkm_cli.kernels.layout_c import DTYPES, readable
-from edkm_cli.runtime.packed import Packed
+from edkm_cli.packing import Packed
 
 _COLUMNS = 1024
 _ENTRIES = 8192  # sums in registers: of each entry and some columns

@@ -18,8 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.decoder_step_c import DecoderStep, LayerWeights, Sizes, supports
-from edkm_cli.runtime.lut_linear_c import unwatched
-from edkm_cli.runtime.packed import recorded
+from edkm_cli.runtime.lut_linear_c import recorded, unwatched
 from edkm_cli.runtime.palettized import PalettizedLinear
 
 # Decoder layers that compute exactly what decoder_step.c does; others may look alike and scale or clip something.

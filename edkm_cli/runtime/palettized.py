@@ -1,4 +1,4 @@
-"""Modules of a compressed model: indices stay packed in memory, and products are computed from them (runtime/packed.py).
+"""Modules of a compressed model: indices stay packed in memory, and products are computed from them (runtime/lut_linear.py).
 
 `PalettizedLinear` decodes with a LUT, the embeddings of `edkm_cli.runtime.embeddings` with one scale a row. Buffers, not
 parameters: nothing here trains, and `model.to(dtype)` must not round a LUT: dtype casts leave `lut` and `scale` alone.
@@ -16,12 +16,11 @@ from edkm_cli.clustering.grids import Grid, stored_numbers
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE
-from edkm_cli.kernels.tiles import Tile
-from edkm_cli.packing import as_kept
+from edkm_cli.packing import Packed, Tile, as_kept
 from edkm_cli.precision import as_autocast
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear import lut_linear
-from edkm_cli.runtime.packed import Packed, recorded
+from edkm_cli.runtime.lut_linear_c import recorded
 
 _MERGE = "an adapter is merged by edkm merge, or into the dense model that model.dequantize() makes"
 _UNCHANGED = f"a packed weight cannot be changed in place; {_MERGE}"

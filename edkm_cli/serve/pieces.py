@@ -23,11 +23,9 @@ from torch import Tensor, nn
 
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
-from edkm_cli.kernels.tiles import Tile
-from edkm_cli.packing import pack, packed_width, unpack
+from edkm_cli.packing import Packed, Tile, pack, packed_width, unpack
 from edkm_cli.runtime import dispatch, lut_linear_c
 from edkm_cli.runtime.lut_linear import lut_linear
-from edkm_cli.runtime.packed import Packed
 
 _NUMBERS = 4  # of a matrix: its rows, bits, and the rows and columns of its tiles
 _TABLE_SHARE = 8  # copies of tables may take an eighth of the bytes that the indices take

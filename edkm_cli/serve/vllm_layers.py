@@ -35,9 +35,8 @@ from vllm.model_executor.utils import set_weight_attrs
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.integrity import AGAIN
-from edkm_cli.packing import as_kept, fault
+from edkm_cli.packing import Packed, as_kept, fault, row_parts
 from edkm_cli.runtime.lut_linear import decoded_rows, logits
-from edkm_cli.runtime.packed import Packed, row_parts
 from edkm_cli.serve.pieces import PackedRows, Piece, Rows, piece_of, stacked_table, stacked_tile, stacks
 
 _LOG = init_logger("vllm.edkm")

@@ -59,7 +59,7 @@ class Checkpoints:
             os.rename(unfinished, target)
             sync(self.directory)
             for old in sorted(self._all(), key=target.__eq__)[: -self._keep]:  # never the one just written
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)
 
     def kept(self) -> str:
         """What a message adds about the newest checkpoint that is there."""
@@ -185,7 +185,7 @@ def _as_state(value: Any, kind: str, parameter: nn.Parameter, optimizer: torch.o
     """A whole value as the optimizer has it: moments where, and sharded as, the parameter is; the number of steps in host
     memory, but for fused optimizers."""
     if not isinstance(value, Tensor) or (kind == "step" and not optimizer.defaults.get("fused")):
-        return value
+        return value.clone() if isinstance(value, Tensor) else value  # not a view of the file
     whole = value.to(parameter.device)
     if kind == "step" or whole.shape != parameter.shape:
         return whole

@@ -22,11 +22,10 @@ from torch import Tensor
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
-from edkm_cli.packing import pack
+from edkm_cli.packing import Packed, pack
 from edkm_cli.research.bench.config import RuntimeBench
 from edkm_cli.runtime import lut_linear_torch
 from edkm_cli.runtime.dispatch import Ready
-from edkm_cli.runtime.packed import Packed
 from edkm_cli.settings import command_line
 from edkm_cli.summaries import table
 
