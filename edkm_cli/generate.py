@@ -148,13 +148,20 @@ def generate_text(writer: Writer, prompt: str, manner: Manner, *, chat: bool) ->
 
 
 def converse(writer: Writer, manner: Manner, *, ask: Callable[[], str | None]) -> dict[str, Any]:
-    """A conversation until `ask` gives None: its messages, and how fast the model wrote."""
+    """A conversation until `ask` gives None, or the model cannot go on: its messages, and how fast the model wrote."""
     messages, tokens, seconds = manner.opening, 0, 0.0
     while (message := ask()) is not None:
         if not message.strip():
             continue
         messages.append({"role": "user", "content": message})
-        answer, count, took = _write(writer, _encode(writer, messages), manner)
+        try:
+            answer, count, took = _write(writer, _encode(writer, messages), manner)
+        except UserError as error:
+            if not tokens:
+                raise
+            manner.emit(f"the conversation ends here: {error}\n")
+            messages.pop()
+            break
         manner.emit("\n")
         messages.append({"role": "assistant", "content": answer})
         tokens, seconds = tokens + count, seconds + took

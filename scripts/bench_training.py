@@ -170,6 +170,7 @@ class Tick(NamedTuple):
 def measure(config: CompressConfig, variant: str, warmup: int, memory_limit_bytes: int | None) -> dict[str, Any]:
     """Train one variant, in this process. Returns its row."""
     gpu = config.device.startswith("cuda")
+    choose_device(config.device)  # whose limits, kernels and peaks are those of the current one
     world = open_world(config.device, sharding="none", timeout_minutes=1)
     if memory_limit_bytes is not None:
         fraction = memory_limit_bytes / torch.cuda.get_device_properties(config.device).total_memory

@@ -82,6 +82,7 @@ def test_a_tokenizer_that_begins_texts_begins_every_document():
     encoded = encode(["yes", {"prompt": "no", "completion": " yes"}], tokenizer)
     assert tokenizer.decode(encoded.ids.tolist()) == "<bos>yes<eos><bos>no yes<eos>"
     assert learnt(encoded, tokenizer) == "<bos>yes<eos> yes<eos>"
+    assert tokenizer.decode(encode(["<bos>yes"], tokenizer).ids.tolist()) == "<bos>yes<eos>"
     for text in ("yes", "<bos>yes"):  # what a chat template began has its own
         assert tokenizer.decode(tokenize([text, "no"], tokenizer)) == "<bos>yes\n\nno"
 

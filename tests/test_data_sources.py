@@ -127,6 +127,16 @@ def test_a_link_to_a_directory_is_not_left_out_in_silence(tmp_path):
         parse_source(str(tmp_path / "texts"))
 
 
+def test_a_directory_holds_no_text_twice(tmp_path):
+    for name in ("data-00000-of-00001.arrow", "cache-0123456789abcdef.arrow"):  # what `map` of a data set leaves there
+        (tmp_path / name).write_bytes(b"")
+    assert [file.name for file in parse_source(str(tmp_path)).files] == ["data-00000-of-00001.arrow"]
+    for name in ("a.jsonl", "a.jsonl.gz"):  # zstd keeps what it packs
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz packed and unpacked; keep one"):
+        parse_source(str(tmp_path))
+
+
 def test_a_link_to_a_directory_that_is_hidden_is_none_of_the_text(tmp_path):
     for name in ("texts", "elsewhere"):
         (tmp_path / name).mkdir()

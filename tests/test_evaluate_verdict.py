@@ -82,13 +82,21 @@ def test_the_matrix_of_noise_has_the_largest_error_and_layers_before_it_none(tmp
     record_layers(tiny_llama(), ids, tmp_path)
     found = compare_layers(broken, ids, tmp_path)
     errors = {row["name"]: row["error"] for row in found["matrices"]}
-    assert len(errors) == 14
+    assert len(errors) == 15  # the output head is one
     assert errors.pop(NOISY) > 1
     assert max(errors.values()) == 0  # each gets the reference's inputs
     assert found["layers"][0]["error"] == 0
     assert found["layers"][1]["error"] > 0
     of_another_shape = compare_layers(tiny_llama(hidden=32, inner=64), ids, tmp_path)
     assert of_another_shape == {"layers": [], "matrices": []}
+
+
+def test_noise_in_the_output_head_is_named(tmp_path):
+    ids, broken = torch.arange(40)[None], tiny_llama()
+    torch.nn.init.normal_(broken.lm_head.weight)
+    record_layers(tiny_llama(), ids, tmp_path)
+    found = compare_layers(broken, ids, tmp_path)
+    assert {row["name"]: row["error"] > 1 for row in found["matrices"] if row["error"]} == {"lm_head": True}
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "phimoe"])

@@ -69,6 +69,13 @@ def test_a_conversation_keeps_its_turns_and_its_system_message(checkpoint):
     assert result["new_tokens"] <= 6
 
 
+def test_a_conversation_that_fills_the_models_positions_is_kept(checkpoint):
+    messages, pieces = iter(["Hi", "b" * 128]), []
+    result = converse(writer_of(checkpoint, chat=True), Manner(3, emit=pieces.append), ask=lambda: next(messages, None))
+    assert [m["role"] for m in result["messages"]] == ["user", "assistant"]
+    assert "the conversation ends here" in pieces[-1]
+
+
 def test_the_seed_decides_what_is_sampled(checkpoint):
     def sampled(seed):
         writer = writer_of(checkpoint, seed=seed)

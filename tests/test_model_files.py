@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from edkm_cli import model_files, models
 from edkm_cli.errors import UserError
-from edkm_cli.hf import load
+from edkm_cli.hf import load, load_any
 from edkm_cli.model_files import check_model_files, check_numbers
 from helpers import byte_tokenizer, cluster, compress_arguments, export, refused, run, tiny_llama
 
@@ -89,8 +90,10 @@ def test_a_vocabulary_of_layers_may_be_as_large_as_any(tmp_path):
 )
 def test_an_index_that_misleads_is_refused(directory, changes, message):
     divide(directory, **changes)
-    with pytest.raises(UserError, match=re.escape(message)):
-        models.load_config(models.resolve(str(directory)))
+    source = models.resolve(str(directory))
+    for read in (models.load_config, partial(load_any, dtype="float32", device="cpu")):  # of compress; of eval
+        with pytest.raises(UserError, match=re.escape(message)):
+            read(source)
 
 
 def test_divided_files_count_like_one(directory):

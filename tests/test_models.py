@@ -23,6 +23,14 @@ def test_aliases_resolve_to_the_hub_or_the_cache(monkeypatch, tmp_path):
     assert models.resolve("owner/name").is_local is False
 
 
+def test_a_directory_of_results_called_like_an_alias_hides_no_model(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-7b" / "3bit").mkdir(parents=True)
+    assert models.resolve("llama-7b").location == "huggyllama/llama-7b"
+    for output in ("llama-7b", "llama-7b/3bit"):
+        assert "must be apart from the source" in refused("compress", "--model", "llama-7b", "-o", output)
+
+
 def test_every_alias_knows_its_architecture():
     from transformers import AutoConfig
 

@@ -148,8 +148,8 @@ def generate_command(
 
 
 def _ask() -> str | None:
-    """The next message, or None at the end of input."""
+    """The next message, or None at the end of input or Ctrl-C."""
     try:
         return input("> ")
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         return None

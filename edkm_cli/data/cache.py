@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -134,6 +135,7 @@ def _begin(encoder: Encoder, run: int) -> None:
     """In a worker: its encoder, no threads beside the other workers', and an end when its run, a process, has ended."""
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the run's to tell
     _encoder = encoder
     threading.Thread(target=end_with, args=(run,), daemon=True).start()
 

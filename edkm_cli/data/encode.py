@@ -92,10 +92,11 @@ class Encoder:
         ids, trained = self._tokens(documents)
         for index, document in enumerate(documents):
             if not document.templated:
+                first = begin[: 0 if ids[index][:1].tolist() == self._begin else None]
                 last = end[: 0 if ids[index][-1:].tolist() == self._end else None]
-                learns_begin = np.full(begin.size, document.answers is None)
+                learns_begin = np.full(first.size, document.answers is None)
                 trained[index] = np.concatenate([learns_begin, trained[index], np.ones(last.size, bool)])
-                ids[index] = np.concatenate([begin, ids[index], last])
+                ids[index] = np.concatenate([first, ids[index], last])
         return self._encoded(part, [document.text for document in documents], ids, trained, empty)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:

@@ -152,12 +152,12 @@ def _holds_lines(path: Path) -> bool:
 def _lines(path: Path, option: str) -> Iterator[Any]:
     """The records of JSON Lines that are read from their beginning."""
     with _opened(path) as file:
-        for number, line in enumerate(iter(lambda: _line(file), b"")):
+        for number, line in enumerate(iter(lambda: next_line(file), b"")):
             if line.strip():
                 yield _parsed(line, option, path, f"line {number + 1}")
 
 
-def _line(file: BinaryIO) -> bytes:
+def next_line(file: BinaryIO) -> bytes:
     """The next line. Raises ValueError for one that memory should not hold: kilobytes can unpack to one without end."""
     line = file.readline(_LONGEST_ITEM + 1)
     if len(line) > _LONGEST_ITEM:
@@ -171,7 +171,7 @@ def line_ranges(path: Path, start: int = 0, *, option: str = "--data") -> Iterat
     with refusing(option, path), open(path, "rb") as file:
         while start < size:
             file.seek(min(start + PART_BYTES, size))
-            _line(file)
+            next_line(file)
             stop = file.tell()
             where = f"{path} from byte {start} on" if start else str(path)
             yield Part(where, path=path, start=start, stop=stop, option=option)

@@ -138,7 +138,12 @@ def _files(text: str, option: str) -> Source | None:
         if linked := next((file for file in visible if file.is_symlink() and file.is_dir()), None):
             rule = f"{option} {path} holds a link to a directory, {linked}, which is not followed"
             raise UserError(f"{rule}; name that, too")
-        files = sorted(p for p in visible if suffix_of(p) in SUFFIXES and p.name not in _METADATA and p.is_file())
+        texts = (p for p in visible if suffix_of(p) in SUFFIXES and p.name not in _METADATA and p.is_file())
+        files = sorted(
+            p for p in texts if not (p.suffix == ".arrow" and p.name.startswith("cache-"))
+        )  # of datasets.map
+        if twice := next((p for p in files if is_compressed(p) and p.with_suffix("").is_file()), None):
+            raise UserError(f"{option} {path} holds {twice} packed and unpacked; keep one of the two elsewhere")
         if not files:
             raise UserError(f"{option} names a directory without files that end in {endings}: {path}")
         return Source(text, "files", files=tuple(files))

@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from edkm_cli.config import TextSettings
-from edkm_cli.data.reading import Part, batched, characters, line_ranges, read_files, refusing
+from edkm_cli.data.reading import Part, batched, characters, line_ranges, next_line, read_files, refusing
 from edkm_cli.data.sources import ALPACA, BUILTIN, PROSE, WIKITEXT2, Source, is_compressed, suffix_of
 from edkm_cli.errors import UserError, named
 
@@ -222,7 +222,7 @@ def _lines_split(source: Source, split: str, options: TextSettings) -> Iterator[
     path = source.files[0]
     with refusing(source.option, path), open(path, "rb") as file:
         file.seek(min(HELD_OUT_CHARACTERS, path.stat().st_size // 10))
-        file.readline()
+        next_line(file)
         cut = file.tell()
     until = takewhile(lambda part: part.start < cut, line_ranges(path, option=source.option))
     first = (replace(part, stop=min(part.stop, cut)) for part in until)

@@ -25,7 +25,7 @@ from edkm_cli.data.encode import Counts, Encoded
 from edkm_cli.errors import UserError
 from edkm_cli.files import sync, write_json
 
-FORMAT = 5
+FORMAT = 6
 TOKENS, TRAINED, ENDS, MARKS, MANIFEST = "tokens.bin", "trained.bin", "ends.bin", "marks.bin", "manifest.json"
 _DIGEST_CHUNK = 32 << 20
 
@@ -100,7 +100,9 @@ class StoreWriter:
         self._files[TRAINED].write(np.packbits(bits[:whole], bitorder="little").tobytes())
         self._bits = bits[whole:]
         self._marks.append(part.marks)
-        if len(self._marks) >= 256:
+        if len(self._marks) >= 256 and sum(map(len, self._marks[1:])) > len(
+            self._marks[0]
+        ):  # once each time they double
             self._marks = [np.unique(np.concatenate(self._marks))]
         self.counts += part.counts
 

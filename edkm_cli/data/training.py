@@ -5,10 +5,10 @@ import filecmp
 import hashlib
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -278,11 +278,14 @@ def require_held_out(trained: Sequence[Source], measured: Source) -> None:
     """Raises UserError where a text to be measured is one that is trained on: the same file, a copy of it under another
     name, or the same split."""
     for source in trained:
-        both = set()
-        for mine, other in product(measured.files, source.files):
+        both, by_size = set(), defaultdict(list)
+        for other in source.files:
+            with refusing(measured.option, other):
+                by_size[other.stat().st_size].append(other)
+        for mine in measured.files:
             with refusing(measured.option, mine):
-                same = mine.resolve() == other.resolve()
-                if same or (mine.stat().st_size > 0 and filecmp.cmp(mine, other, shallow=False)):
+                others = by_size[size := mine.stat().st_size]
+                if any(mine.samefile(one) or (size > 0 and filecmp.cmp(mine, one, shallow=False)) for one in others):
                     both.add(mine.resolve())
         same_split = source.kind == measured.kind == "hub" and measured.split is not None
         same_split = same_split and (source.repository, source.config) == (measured.repository, measured.config)

@@ -21,7 +21,7 @@ from edkm_cli.runtime.palettized import is_plain_linear
 
 TOKENS = 256  # that layers are compared on
 _MATRIX_TOKENS = 64  # of these, for each matrix
-_LAYER = "layer"
+_LAYER, _HEAD = "layer", "head.safetensors"
 
 
 @torch.no_grad()
@@ -46,8 +46,11 @@ def record_layers(model: Any, ids: Tensor, directory: Path) -> None:
         kept.clear()
 
     inside = [module for layer in layers for module in layer.modules() if module in names]
+    inside += [head] if (head := model.get_output_embeddings()) in names else []
+    some = torch.linspace(0, ids.shape[1] - 1, min(_MATRIX_TOKENS, ids.shape[1])).long()
     with hooked(inside, take, after=True), hooked(layers, write, after=True):
-        model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=LAST)
+        model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=some)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in kept.items()}, directory / _HEAD)
 
 
 @torch.no_grad()
@@ -59,14 +62,14 @@ def compare_layers(model: Any, ids: Tensor, directory: Path) -> dict[str, list[d
     outputs: list[Tensor] = []
     with hooked(named.values(), lambda layer, args, output: outputs.append(hidden_of(output)), after=True):
         model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=LAST)
-    if len(outputs) != len(list(directory.iterdir())):
+    if len(outputs) != len(list(directory.iterdir())) - 1:
         return rows
-    for index, (name, output) in enumerate(zip(named, outputs, strict=True)):
-        kept = load_file(directory / f"{index}.safetensors")
-        wanted = kept.pop(_LAYER)
-        if wanted.shape != output.shape:
-            return {"layers": [], "matrices": []}
-        rows["layers"].append({"name": name, "error": _error(output, wanted)})
+    for index, (name, output) in enumerate([*zip(named, outputs, strict=True), ("", None)]):
+        kept = load_file(directory / (_HEAD if output is None else f"{index}.safetensors"))
+        if output is not None:
+            if (wanted := kept.pop(_LAYER)).shape != output.shape:
+                return {"layers": [], "matrices": []}
+            rows["layers"].append({"name": name, "error": _error(output, wanted)})
         for path in sorted(modules.keys() & {key.removesuffix(".in") for key in kept if key.endswith(".in")}):
             x = kept[f"{path}.in"].to(model.device, model.dtype)
             rows["matrices"].append({"name": path, "error": _error(modules[path](x), kept[f"{path}.out"])})

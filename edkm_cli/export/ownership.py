@@ -120,7 +120,7 @@ def input_paths(option: str, *names: str | Path | None) -> list[tuple[str, Path]
 
 def run_paths(config: Any, option: str, model: str | Path) -> list[tuple[str, Path]]:
     """(option, path) of everything that a command reads: its model, and what its configuration names beside it."""
-    paths = input_paths(option, model)
+    paths = input_paths(option, model) or [(option, Path(model))]  # an alias that an output would stand in the way of
     for name in ("adapter", "reference", "data", "eval_data", "task_path", "base_gguf"):
         named = getattr(config, name, None)
         paths += input_paths(f"--{name.replace('_', '-')}", *(named if isinstance(named, tuple) else (named,)))

@@ -79,7 +79,7 @@ class Compressed(Described):
     """
 
     def __init__(self, directory: str | Path, *, trust_remote_code: bool = False):
-        self.directory = Path(directory)
+        self.directory = Path(directory).expanduser()
         spec = check_checkpoint(self.directory, trust_remote_code=trust_remote_code)
         config = read_config(self.directory, trust_remote_code=trust_remote_code)
         model = stored_skeleton(self.directory, trust_remote_code=trust_remote_code)

@@ -45,13 +45,13 @@ def finetune(
     world = open_world(choose_device(config.device), sharding="none", timeout_minutes=config.timeout_minutes)
     watch = observer if observer is not None and world.main else Observer()
     with peers(world):
-        return _Run(Path(directory), config, world, watch).run("DIR", directory, **options)
+        return _Run(Path(directory).expanduser(), config, world, watch).run("DIR", directory, **options)
 
 
 def plan_finetune(directory: str | Path, config: FinetuneConfig) -> dict[str, Any]:
     """`edkm finetune --dry-run`: what would train, on this one process, without reading a text."""
     require_data(config.data, "the text to learn")
-    run = _Run(Path(directory), config, World(device=choose_device(config.device)), Observer())
+    run = _Run(Path(directory).expanduser(), config, World(device=choose_device(config.device)), Observer())
     return run.plan(run.trained_model())
 
 

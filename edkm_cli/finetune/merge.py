@@ -55,7 +55,7 @@ def merge(
     Raises UserError for anything the user can mend; the output directory then is as it was, but where the merged model
     is worse than allowed the result is left in `DIR.partial`.
     """
-    directory, adapter = Path(directory), Path(config.adapter).expanduser()
+    directory, adapter = Path(directory).expanduser(), Path(config.adapter).expanduser()
     if not config.adapter:
         raise UserError("--adapter is required: the directory that edkm finetune wrote")
     check_adapter(adapter)

@@ -4,7 +4,9 @@ A 16-bit weight with one LUT goes by a table of distinct values, everything else
 A file is named `<algorithm>_<backend>`: `torch` is the reference, `c`, `triton` and `meta` are tested against it.
 """
 
+import functools
 import importlib
+import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 from types import ModuleType
@@ -20,13 +22,26 @@ from edkm_cli.kernels.passes_torch import TorchPasses
 from edkm_cli.kernels.table_torch import PATTERNS, TablePasses
 from edkm_cli.packing import Tile, from_groups, to_groups
 
-_HAS_TRITON = find_spec("triton") is not None  # optional
+_LOG = logging.getLogger(__name__)
+
+
+@functools.cache
+def _triton_runs() -> bool:
+    """Whether Triton, which is optional, can start kernels: it compiles what speaks to the driver. Says why not, once."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        importlib.import_module("triton").runtime.driver.active.get_current_device()
+    except Exception as error:  # no compiler, no Python.h, no place for its cache, no libcuda
+        _LOG.warning("Triton's kernels are not available, what they do runs in plain PyTorch (slower): %s", error)
+        return False
+    return True
 
 
 def triton_module(name: str, tensor: Tensor, *more: Any) -> ModuleType | None:
     """A module of Triton's kernels, which is optional, if they `supports` these arguments of a GPU: imported late, since
     that takes longer than most commands."""
-    if not _HAS_TRITON or not tensor.is_cuda or tensor.get_device() != torch.cuda.current_device():
+    if not tensor.is_cuda or tensor.get_device() != torch.cuda.current_device() or not _triton_runs():
         return None
     module = importlib.import_module(name)
     return module if module.supports(tensor, *more) else None

@@ -81,7 +81,7 @@ def _resolved(name: str) -> ModelSource:
         if not path.is_file():
             raise UserError(f"--model names a GGUF file that does not exist: {path}; check the path")
         return ModelSource(name, str(path.parent), path.name, is_local=True)
-    if path.is_dir():
+    if path.is_dir() and ((path / "config.json").is_file() or name not in aliases()):
         if not (path / "config.json").is_file():
             raise UserError(f"--model directory must hold a config.json, but {path} has none; give a model's directory")
         model_files.require_no_adapter(path)
@@ -205,8 +205,10 @@ def load_dense(
     or if it is quantized already (unless it `may_be_quantized`).
     """
     _require_local(source)
-    if not may_be_quantized and not source.gguf_file:
-        load_config(source)
+    if not source.gguf_file:
+        config = load_config(source, may_be_quantized=may_be_quantized)
+        if may_be_quantized and source.is_local and model_files.quantization_method(config) is None:
+            skeleton(source, config)  # which looks at the files, and at how much is built of them
     target = getattr(torch, dtype)
     with quiet_bars(not progress):
         if source.gguf_file:

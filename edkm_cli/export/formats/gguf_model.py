@@ -114,7 +114,7 @@ def add_metadata(writer: Any, source: Compressed, options: Options, kind: str) -
     """
     writer.add_file_type(_FILE_TYPES[kind])
     writer.add_quantization_version(2)
-    base = Path(options.base_gguf) if options.base_gguf else _source_file(source.directory)
+    base = Path(options.base_gguf).expanduser() if options.base_gguf else _source_file(source.directory)
     _add_sizes(writer, source.config)
     if base is not None:
         _take_over(writer, base, source)

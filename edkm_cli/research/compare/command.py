@@ -61,7 +61,8 @@ def compare(config: CompareConfig, *, overwrite: bool = False, say: Say = lambda
     no method succeeded. Raises Preempted after SIGTERM.
     """
     settings = [settings_of(entry, config) for entry in config.entries()]
-    inputs = [*input_paths("--model", config.model), *input_paths("--data", *config.data, *config.eval_data)]
+    inputs = input_paths("--model", config.model) or [("--model", Path(config.model))]
+    inputs += input_paths("--data", *config.data, *config.eval_data)
     require_apart("--output", Path(config.output), [*inputs, *cache_paths()])
     directory = Path(config.output).expanduser()
     try:
