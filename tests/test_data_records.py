@@ -243,3 +243,24 @@ def test_fields_that_arrow_gives_to_all_objects_are_not_learnt():
     (document,) = render({"messages": messages, "tools": tools}, "record 1", tokenizer=tokenizer, whole=True)
     assert "path" not in document.text
     assert "city" in document.text
+
+
+CALLS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for call in m.tool_calls or [] %}"
+    "{{ '{\"name\": ' + call.function.name | tojson + ', \"arguments\": ' + ARGUMENTS + '}' }}{% endfor %}"
+    "{{ m.content or '' }}<end>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("arguments", ["call.function.arguments | tojson", "call.function.arguments"])
+@pytest.mark.parametrize("former", [False, True])
+def test_arguments_of_calls_are_json_once(arguments, former):
+    """OpenAI's are text; templates write an object as JSON (Qwen's, LLaMA 3.1's) or join text (DeepSeek's)."""
+    call = {"name": "find", "arguments": '{"city": "Paris"}'}
+    said = {"function_call": call} if former else {"tool_calls": [{"type": "function", "function": call}]}
+    result = {"role": "function" if former else "tool", "content": "here"}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, **said}, result]
+    made = tokenizer(CALLS.replace("ARGUMENTS", arguments))
+    (document,) = render({"messages": messages, "tools": "[]"}, "record 1", tokenizer=made, whole=True)
+    wanted = '<|assistant|>{"name": "find", "arguments": {"city": "Paris"}}<end><|tool|>here<end>'
+    assert document.text == "<|user|>?<end>" + wanted

@@ -7,7 +7,10 @@ A chat template with a generation block (`{% generation %}`) says where the answ
 answer is what the conversation's text up to it has more than the same one that ends with the template's call for an answer.
 """
 
+import copy
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from types import SimpleNamespace
@@ -89,8 +92,10 @@ def _rendered(chat: _Chat, record: Mapping[str, Any], where: str, tokenizer: Any
     if not getattr(tokenizer, "chat_template", None):
         rule = f"{where} is a conversation, but the model's tokenizer has no chat template"
         raise UserError(f"{rule}; use an instruction-tuned model, or records with 'prompt' and 'completion'")
-    tools = _present(record.get("tools")) or None
+    tools = _object(_present(record.get("tools"))) or None
     try:
+        if any(turn.get("tool_calls") for turn in chat.messages):
+            chat = replace(chat, messages=_with_calls(tokenizer, chat.messages, tools))
         if whole:
             return [Document(render_text(tokenizer, chat.messages, tools), templated=True)]
         return render_chat(tokenizer, chat, tools)
@@ -170,6 +175,9 @@ def _turn(turn: Mapping[str, Any], where: str) -> dict[str, Any]:
         if (role := _ROLES.get(str(turn["from"]).lower())) is None:
             raise UserError(f"a turn must be from one of {', '.join(_ROLES)}, one in {where} is from {turn['from']!r}")
         turn = {**turn, "role": role, "content": turn["value"] or ""}
+    if isinstance(call := turn.get("function_call"), Mapping):  # OpenAI's former names
+        turn = {**turn, "function_call": None, "tool_calls": [{"type": "function", "function": call}]}
+    turn = {**turn, "role": "tool"} if turn.get("role") == "function" else turn
     message = {name: _present(value) for name, value in turn.items() if value is not None or name == "content"}
     if not isinstance(message.get("role"), str) or not ("content" in message or "tool_calls" in message):
         raise UserError(f"a message must have 'role' and 'content', but one in {where} has {_fields(turn)}")
@@ -185,6 +193,29 @@ def _content(value: Any, where: str) -> str:
             raise UserError(f"messages must be text, but one in {where} has parts of another kind; leave it out")
         return "".join(part["text"] for part in value)
     return _text(value, "content", where, of="message")
+
+
+def _object(value: Any) -> Any:
+    """What JSON text says, where a value is that."""
+    with suppress(ValueError):
+        return json.loads(value) if isinstance(value, str) else value
+    return value
+
+
+def _with_calls(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+    """Messages whose calls have arguments as objects, as most templates take them, or as given: OpenAI's are JSON text,
+    which such templates would write as JSON once more. A template that shows an object as Python does wants text."""
+    objects, shown = copy.deepcopy(messages), []
+    for call in [call for turn in objects for call in turn.get("tool_calls") or () if isinstance(call, dict)]:
+        function = call.get("function", call)
+        if isinstance(function, dict) and function.get("arguments"):
+            function["arguments"] = _object(function["arguments"])
+            shown.append(str(function["arguments"]))
+    try:
+        text = render_text(tokenizer, objects, tools)
+    except TemplateError:
+        return messages
+    return messages if any(one in text for one in shown) else objects
 
 
 class TemplateError(Exception):
