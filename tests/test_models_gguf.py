@@ -1,5 +1,7 @@
 """A GGUF file is read as it was meant, or refused: what transformers passes over in silence is looked at."""
 
+import struct
+
 import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter
@@ -74,6 +76,19 @@ def test_what_is_not_read_is_refused(family, fields, tensors, rule, tmp_path):
 def test_a_file_of_more_layers_than_any_model_has_is_refused(tmp_path):
     with pytest.raises(UserError, match="num_hidden_layers must be at most"):
         models.load_config(written(tmp_path / "x.gguf", block_count=50_000_000))
+
+
+def test_a_list_that_goes_on_behind_the_end_of_a_file_is_refused(tmp_path):
+    written(tmp_path / "x.gguf", [("tokenizer.ggml.model", "gpt2"), ("some.number", 7)])
+    content = bytearray((tmp_path / "x.gguf").read_bytes())
+    at = content.index(b"some.number") + len(b"some.number")
+    for count in (2**40, 2**62):  # a list of so many numbers, then of so many texts, where the number was
+        for kind in (0, 8):
+            content[at : at + 16] = struct.pack("<IIQ", 9, kind, count)
+            (tmp_path / "x.gguf").write_bytes(content)
+            for read in (models.load_config, models.load_tokenizer):
+                with pytest.raises(UserError, match="ends before its fields do"):
+                    read(models.resolve(str(tmp_path / "x.gguf")))
 
 
 def test_attention_of_gemma_2_is_scaled_as_in_its_largest_model(tmp_path):

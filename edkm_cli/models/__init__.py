@@ -100,6 +100,8 @@ def _resolved(name: str) -> ModelSource:
 def _require_local(source: ModelSource) -> None:
     if (path := source.path) is not None and not path.exists():
         raise UserError(f"{source.name} is not on this machine yet (looked for {path}); run scripts/get_smollm2.sh")
+    if source.gguf_file:
+        gguf.require_whole(source.name, Path(str(path)))
 
 
 @contextmanager
@@ -139,6 +141,8 @@ def load_config(source: ModelSource, *, may_be_quantized: bool = False, dequanti
         path = Path(source.location) / "config.json"
         model_files.check_numbers(path, read_json(path, remedy=model_files.FETCH_AGAIN))
     with loading(source):
+        if source.gguf_file:
+            gguf.require_few_layers(str(source.path))
         config = transformers.AutoConfig.from_pretrained(source.location, **source.options)
     if config.return_dict is False:  # models of today's transformers cannot read what their own parts give then
         raise UserError(f"{source.name} must not have return_dict false in its config.json; remove it there")

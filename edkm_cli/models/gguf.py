@@ -1,7 +1,9 @@
 """What transformers does not read of a GGUF file, or reads otherwise than it was meant, in silence."""
 
+import mmap
 import os
 import re
+import struct
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,53 @@ import torch
 
 from edkm_cli import model_files
 from edkm_cli.config import head_size
-from edkm_cli.errors import UserError
+from edkm_cli.errors import UserError, brief
 
 # Ways to split text that are GPT-2's, or differ in spaces before digits only; of a file that names none, its family.
 _AS_GPT2 = ("gpt-2", "gpt2", "smollm", "starcoder", "starcoder2", "refact", "command-r", "codeshell", "exaone", "olmo",
             "jais", "mpt", "phi-2", "gptneox", "mellum", "a.x-4.0", "gigachat")  # fmt: skip
 _REMEDY = "give the directory with its safetensors files"
+_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # of a number, by its kind
+_TEXT, _LIST = 8, 9
+
+
+def require_whole(name: str, path: Path) -> None:
+    """Raises UserError for a file whose fields do not lie within it, before `gguf`, which counts on where a file ends, reads
+    any of it: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, "File Structure"."""
+
+    def number(at: int, kind: str = "<Q") -> int:
+        return int(struct.unpack_from(kind, data, at)[0])
+
+    def behind(at: int, kind: int, count: int) -> int:
+        """Where so many values of a kind that begin at a byte end."""
+        if kind in _BYTES:
+            return at + count * _BYTES[kind]
+        for _ in range(count):  # each takes bytes, and reading behind the last one raises
+            at = at + 8 + number(at) if kind == _TEXT else behind(at + 12, number(at, "<I"), number(at + 4))
+        return at
+
+    try:
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if data[:4] != b"GGUF" or not 0 < number(4, "<I") & 0xFFFF < 100:  # else of the other order of bytes
+                return
+            at = 24
+            for _ in range(number(16)):
+                at = behind(at, _TEXT, 1)
+                at = behind(at + 4, number(at, "<I"), 1)
+            for _ in range(number(8)):  # tensors: name, sizes, kind, place
+                at = behind(at, _TEXT, 1)
+                at = behind(at + 4, 10, number(at, "<I")) + 12
+            if at > len(data):
+                raise ValueError("the last field")
+    except (struct.error, ValueError, RecursionError) as error:
+        rule = f"--model {name} could not be read: {path} ends before its fields do ({brief(error)})"
+        raise UserError(f"{rule}; fetch it again") from error
+
+
+def require_few_layers(path: str) -> None:
+    """Raises UserError for a number of layers that no model has: a configuration may list them."""
+    layers = [value for key, value in _said(path)[0].items() if key.endswith(".block_count")]
+    model_files.check_numbers(Path(path), {"num_hidden_layers": layers})
 
 
 def _said(path: str) -> tuple[dict[str, Any], list[Any]]:
