@@ -178,9 +178,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if (
-            error.errno != errno.EINVAL or not path.is_dir()
-        ):  # some file systems of virtual machines sync no directories
+        if error.errno != errno.EINVAL or not path.is_dir():  # some shared folders cannot be synced
             raise
     finally:
         os.close(descriptor)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from edkm_cli import model_files, models
 from edkm_cli.config import known_positions
+from edkm_cli.data.records import render_text
 from edkm_cli.errors import UserError, brief, explained
 from edkm_cli.hf import load_any
 from edkm_cli.nn.swap import dequantize_model
@@ -126,7 +127,7 @@ def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tens
     plain = isinstance(given, str)
     try:
         if not plain:
-            given = writer.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+            given = render_text(writer.tokenizer, given, None, ask=True)
     except Exception as error:  # whatever a model's own template runs into, such as a role that it does not know
         raise UserError(f"{writer.name}: its chat template fails ({brief(error)}); leave --chat out") from error
     with explained("a prompt must be text in UTF-8 that the tokenizer takes", "; give another"):

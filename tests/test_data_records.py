@@ -264,3 +264,17 @@ def test_arguments_of_calls_are_json_once(arguments, former):
     (document,) = render({"messages": messages, "tools": "[]"}, "record 1", tokenizer=made, whole=True)
     wanted = '<|assistant|>{"name": "find", "arguments": {"city": "Paris"}}<end><|tool|>here<end>'
     assert document.text == "<|user|>?<end>" + wanted
+
+
+IN_PARTS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for part in m.content %}{% if part.type == 'text' %}"
+    "{{ part.text }}{% endif %}{% endfor %}<end>{% endfor %}"
+)
+
+
+def test_a_template_of_parts_gets_parts_and_one_that_leaves_texts_out_is_refused():
+    (document,) = render({"messages": TURNS}, "record 1", tokenizer=tokenizer(IN_PARTS), whole=True)
+    assert document.text.startswith("<|system|>Be short.<end><|user|>One?<end><|assistant|>Yes.<end>")
+    deaf = tokenizer("{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}")
+    with pytest.raises(UserError, match="it leaves out what the user says"):
+        render({"messages": TURNS}, "record 1", tokenizer=deaf, whole=True)

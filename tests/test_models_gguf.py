@@ -82,12 +82,12 @@ def test_a_list_that_goes_on_behind_the_end_of_a_file_is_refused(tmp_path):
     written(tmp_path / "x.gguf", [("tokenizer.ggml.model", "gpt2"), ("some.number", 7)])
     content = bytearray((tmp_path / "x.gguf").read_bytes())
     at = content.index(b"some.number") + len(b"some.number")
-    for count in (2**40, 2**62):  # a list of so many numbers, then of so many texts, where the number was
-        for kind in (0, 8):
+    for count in (2**40, 2**62):  # a list of so many numbers, of texts, of something else, where the number was
+        for kind in (0, 8, 12, 77):
             content[at : at + 16] = struct.pack("<IIQ", 9, kind, count)
             (tmp_path / "x.gguf").write_bytes(content)
             for read in (models.load_config, models.load_tokenizer):
-                with pytest.raises(UserError, match="ends before its fields do"):
+                with pytest.raises(UserError, match=r"could not be read: .* is damaged"):
                     read(models.resolve(str(tmp_path / "x.gguf")))
 
 

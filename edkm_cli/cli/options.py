@@ -137,7 +137,7 @@ def check_target(
     if target.is_dir() or not target.parent.is_dir():
         raise UserError(f"{option} must name a file in a directory that exists, got {json_file}; make that first")
     places = [place for place in (target, target.parent) if place.exists()]  # what is written takes its place
-    if not all(os.access(place, os.W_OK) for place in places) or target.is_mount():
+    if not all(os.access(place, os.W_OK) for place in places) or os.path.ismount(target):
         raise UserError(f"{option} must name a file that can be written, but {json_file} cannot; choose another")
     ownership.require_apart(option, target, [one for one in (*inputs, *ownership.cache_paths()) if one[1] is not None])
     ownership.require_replaceable(option, target)

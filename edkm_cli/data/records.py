@@ -9,6 +9,7 @@ answer is what the conversation's text up to it has more than the same one that 
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -270,11 +271,27 @@ def _prompt_length(tokenizer: Any, before: list[dict[str, Any]], tools: Any, tex
 
 
 def render_text(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, ask: bool = False) -> str:
-    """The text of a conversation; `ask`: with the template's call for an answer. Raises TemplateError."""
-    try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=ask)
-    except Exception as error:  # whatever a template raises
-        raise TemplateError(" ".join(str(error).split()) or type(error).__name__) from error
+    """The text of a conversation; `ask`: with the template's call for an answer. A template that leaves texts out, as those of
+    some models with images do, gets them as lists of parts. Raises TemplateError, also where it still leaves them out."""
+    parts = [{**turn, "content": [{"type": "text", "text": turn.get("content") or ""}]} for turn in messages]
+    how = {"tools": tools, "tokenize": False, "add_generation_prompt": ask}
+    for given in (messages, parts):
+        try:
+            text = tokenizer.apply_chat_template(given, **how)
+        except Exception as error:  # whatever a template raises
+            raise TemplateError(" ".join(str(error).split()) or type(error).__name__) from error
+        if (speaker := _left_out(messages, text)) is None:
+            return text
+    raise TemplateError(f"it leaves out what the {speaker} says")
+
+
+def _left_out(messages: list[dict[str, Any]], text: str) -> str | None:
+    """Who of user and assistant says something whose last word is not in the text of a conversation; thoughts may be."""
+    for turn in messages:
+        words = re.findall(r"\w+", (turn.get("content") or "").rpartition("</think>")[2][-99:])
+        if words and words[-1] not in text and turn["role"] in ("user", "assistant") and not turn.get("tool_calls"):
+            return str(turn["role"])
+    return None
 
 
 def _generation_spans(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, whole: str) -> list[Span] | None:

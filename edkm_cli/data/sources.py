@@ -139,9 +139,8 @@ def _files(text: str, option: str) -> Source | None:
             rule = f"{option} {path} holds a link to a directory, {linked}, which is not followed"
             raise UserError(f"{rule}; name that, too")
         texts = (p for p in visible if suffix_of(p) in SUFFIXES and p.name not in _METADATA and p.is_file())
-        files = sorted(
-            p for p in texts if not (p.suffix == ".arrow" and p.name.startswith("cache-"))
-        )  # of datasets.map
+        # `map` of a data set that was saved leaves its result beside it.
+        files = sorted(p for p in texts if not (p.suffix == ".arrow" and p.name.startswith("cache-")))
         if twice := next((p for p in files if is_compressed(p) and p.with_suffix("").is_file()), None):
             raise UserError(f"{option} {path} holds {twice} packed and unpacked; keep one of the two elsewhere")
         if not files:

@@ -100,9 +100,8 @@ class StoreWriter:
         self._files[TRAINED].write(np.packbits(bits[:whole], bitorder="little").tobytes())
         self._bits = bits[whole:]
         self._marks.append(part.marks)
-        if len(self._marks) >= 256 and sum(map(len, self._marks[1:])) > len(
-            self._marks[0]
-        ):  # once each time they double
+        merged, *others = map(len, self._marks)
+        if len(others) >= 255 and sum(others) > merged:  # once each time they double
             self._marks = [np.unique(np.concatenate(self._marks))]
         self.counts += part.counts
 

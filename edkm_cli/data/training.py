@@ -30,6 +30,7 @@ from edkm_cli.data.store import FORMAT, TokenStore
 from edkm_cli.errors import UserError
 
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_COMPARED_TOKENS = 20_000_000  # of what is streamed
 _REPORT_SECONDS = 20.0  # between two lines on how far tokenizing is
 
 
@@ -226,10 +227,15 @@ def tokenizer_sha256(tokenizer: Any) -> str:
 
 def training_tokens(sources: Sequence[Source], tokenizer: Any) -> Tensor:
     """The training parts of all sources in memory, one after the other, (tokens,) int64: for comparisons, which read all of
-    it. Raises UserError for sources with weights, too."""
+    it, but 20 million tokens of what is streamed. Raises UserError for sources with weights, too."""
     if any(source.weight is not None for source in sources):
         raise UserError("a comparison reads all of its --data, which therefore takes no weights; leave them out")
-    return open_training_data(sources, tokenizer).all_tokens()
+    return open_training_data(sources, tokenizer, token_limit=_COMPARED_TOKENS).all_tokens()
+
+
+def characters_of(tokens: int | None) -> int | None:
+    """How many characters hold so many tokens of any text; None for all of it."""
+    return None if tokens is None else 20 * tokens
 
 
 def load_documents(

@@ -62,7 +62,8 @@ def evaluate_model(
     # Most texts are read without it, and a damaged model is better told of by its weights.
     # With a reference it is the reference's: what both get are its tokens, and a saved model may come without.
     late = LateTokenizer(first)
-    documents = [texts.load_documents(texts.parse_source(text), tokenizer=late) for text in names]
+    most = texts.characters_of(settings.max_windows and settings.max_windows * settings.context)
+    documents = [texts.load_documents(texts.parse_source(text), tokenizer=late, characters=most) for text in names]
     loaded = tasks.load_tasks(settings) if settings.benchmarks else {}
     model = load_any(first, dtype=dtype, device=device)
     lengths = {"--context": settings.context * bool(names), "--positions": settings.positions or 0}

@@ -1,9 +1,9 @@
-"""Where a model differs from a reference: the outputs of its decoder layers, and of each matrix in them.
+"""Where a model differs from a reference: the outputs of its decoder layers, of each matrix in them, and of its head.
 
 The reference passes some tokens once; what its layers give, and what some of these tokens bring into each matrix and out
-of it, goes into files, a layer in each. The other model passes the same tokens, which shows how the error of its layers'
-outputs grows with depth. Each of its matrices gets the reference's own inputs, which shows the error that this matrix alone
-makes, whatever came before.
+of it, goes into files, one for each layer and one for the head. The other model passes the same tokens, which shows how the
+error of its layers' outputs grows with depth. Each of its matrices gets the reference's own inputs, which shows the error
+that this matrix alone makes, whatever came before.
 
 An error is the mean over tokens of ||y - y'|| / ||y||: a token of large activations counts as much as any other. It is 0
 for the same output and 1 for no output at all, so a matrix whose error is above 1 does harm.
@@ -64,15 +64,20 @@ def compare_layers(model: Any, ids: Tensor, directory: Path) -> dict[str, list[d
         model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=LAST)
     if len(outputs) != len(list(directory.iterdir())) - 1:
         return rows
-    for index, (name, output) in enumerate([*zip(named, outputs, strict=True), ("", None)]):
-        kept = load_file(directory / (_HEAD if output is None else f"{index}.safetensors"))
-        if output is not None:
-            if (wanted := kept.pop(_LAYER)).shape != output.shape:
-                return {"layers": [], "matrices": []}
-            rows["layers"].append({"name": name, "error": _error(output, wanted)})
+
+    def compare_matrices(kept: dict[str, Tensor]) -> None:
         for path in sorted(modules.keys() & {key.removesuffix(".in") for key in kept if key.endswith(".in")}):
             x = kept[f"{path}.in"].to(model.device, model.dtype)
             rows["matrices"].append({"name": path, "error": _error(modules[path](x), kept[f"{path}.out"])})
+
+    for index, (name, output) in enumerate(zip(named, outputs, strict=True)):
+        kept = load_file(directory / f"{index}.safetensors")
+        wanted = kept.pop(_LAYER)
+        if wanted.shape != output.shape:
+            return {"layers": [], "matrices": []}
+        rows["layers"].append({"name": name, "error": _error(output, wanted)})
+        compare_matrices(kept)
+    compare_matrices(load_file(directory / _HEAD))
     return rows
 
 

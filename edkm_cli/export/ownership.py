@@ -132,9 +132,8 @@ def require_apart(option: str, target: Path, inputs: Iterable[tuple[str, Path]])
     target = Path(os.path.realpath(target.expanduser()))
     for name, given in inputs:
         there = Path(os.path.realpath(given.expanduser()))
-        if target == there or (
-            target.exists() and there.exists() and target.samefile(there)
-        ):  # Names may differ in case
+        same = target.exists() and there.exists() and target.samefile(there)  # where case makes no difference, too
+        if same or target == there:
             relation = "is"
         elif there.is_relative_to(target):
             relation = "contains"

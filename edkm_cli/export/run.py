@@ -42,7 +42,6 @@ _FREE = (
     *("data_workers", "rebuild_cache"),
     *("compare_dense", "dense_learning_rate"),  # a training of its own, known by its rate
 )
-_LONGEST_TOKEN = 20  # characters, on average over any text
 # These decide together, by their product with the number of processes, what a step sees.
 _BATCH = ("batch_size", "gradient_accumulation")
 
@@ -273,7 +272,7 @@ def evaluation_names(config: TextSettings, texts: Sequence[data.Source]) -> dict
 
 def evaluation_documents(config: TextSettings, texts: Sequence[data.Source], tokenizer: Any) -> dict[str, list[str]]:
     """The measured texts, by name; `texts` are trained on. Raises UserError where one cannot be had, or is among these."""
-    needed = _LONGEST_TOKEN * config.eval_windows * config.context  # of a text that is not read as a whole
+    needed = data.characters_of(config.eval_windows * config.context)  # of a text that is not read as a whole
     documents = {}
     for name, text in evaluation_names(config, texts).items():
         held_out = name != text

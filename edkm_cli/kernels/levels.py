@@ -74,10 +74,10 @@ def fitting() -> list[Level]:
 
 def calls() -> Level:
     """calls.c, an extension module for this Python, which runs on any processor; compiling it takes Python's headers."""
-    pythons = (
+    later = (
         ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()
-    )  # its functions are there when loaded
-    return Level(_CALLS, (f"-I{_INCLUDE}", *pythons), frozenset())
+    )  # Python's functions are in no library
+    return Level(_CALLS, (f"-I{_INCLUDE}", *later), frozenset())
 
 
 def _sources(wing: Path, name: str) -> list[Path]:

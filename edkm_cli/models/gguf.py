@@ -12,7 +12,7 @@ import torch
 
 from edkm_cli import model_files
 from edkm_cli.config import head_size
-from edkm_cli.errors import UserError, brief
+from edkm_cli.errors import UserError, named
 
 # Ways to split text that are GPT-2's, or differ in spaces before digits only; of a file that names none, its family.
 _AS_GPT2 = ("gpt-2", "gpt2", "smollm", "starcoder", "starcoder2", "refact", "command-r", "codeshell", "exaone", "olmo",
@@ -31,7 +31,7 @@ def require_whole(name: str, path: Path) -> None:
 
     def behind(at: int, kind: int, count: int) -> int:
         """Where so many values of a kind that begin at a byte end."""
-        if kind in _BYTES:
+        if kind not in (_TEXT, _LIST):
             return at + count * _BYTES[kind]
         for _ in range(count):  # each takes bytes, and reading behind the last one raises
             at = at + 8 + number(at) if kind == _TEXT else behind(at + 12, number(at, "<I"), number(at + 4))
@@ -49,10 +49,11 @@ def require_whole(name: str, path: Path) -> None:
                 at = behind(at, _TEXT, 1)
                 at = behind(at + 4, 10, number(at, "<I")) + 12
             if at > len(data):
-                raise ValueError("the last field")
-    except (struct.error, ValueError, RecursionError) as error:
-        rule = f"--model {name} could not be read: {path} ends before its fields do ({brief(error)})"
-        raise UserError(f"{rule}; fetch it again") from error
+                raise ValueError("it ends before its fields do")
+    except (struct.error, ValueError, KeyError, OverflowError, RecursionError) as error:
+        raise UserError(
+            f"--model {name} could not be read: {path} is damaged ({named(error)}); fetch it again"
+        ) from error
 
 
 def require_few_layers(path: str) -> None:
