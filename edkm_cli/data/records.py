@@ -271,8 +271,8 @@ def _prompt_length(tokenizer: Any, before: list[dict[str, Any]], tools: Any, tex
 
 
 def render_text(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, ask: bool = False) -> str:
-    """The text of a conversation; `ask`: with the template's call for an answer. A template that leaves texts out, as those of
-    some models with images do, gets them as lists of parts. Raises TemplateError, also where it still leaves them out."""
+    """The text of a conversation; `ask`: with the template's call for an answer. A template that leaves texts out, as those
+    of some models with images do, gets them as lists of parts. Raises TemplateError, also where it still does."""
     parts = [{**turn, "content": [{"type": "text", "text": turn.get("content") or ""}]} for turn in messages]
     how = {"tools": tools, "tokenize": False, "add_generation_prompt": ask}
     for given in (messages, parts):
