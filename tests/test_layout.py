@@ -15,7 +15,6 @@ NOT_KERNELS = (
     "build",
     "closed_form",
     "levels",
-    "tiles",
 )  # dispatch, compiler and its levels, the mathematics above, geometry
 
 
