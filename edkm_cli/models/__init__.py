@@ -177,8 +177,9 @@ def dense_sizes(source: ModelSource, config: Any, dtype: str) -> Callable[[str],
     return lambda name: min(most, max(usual, kinds[name].itemsize if name in kinds else 0))
 
 
-def skeleton(source: ModelSource, config: Any) -> Any:
-    """The dense model of a configuration on the meta device: shapes without weights.
+def skeleton(source: ModelSource, config: Any, *, measured: bool = False) -> Any:
+    """The dense model of a configuration on the meta device: shapes without weights. Of one that is only `measured` less is
+    asked for.
 
     Raises UserError for a configuration of which no causal LM can be built, or one with far more weights than the files.
     """
@@ -191,7 +192,7 @@ def skeleton(source: ModelSource, config: Any) -> Any:
     with explained(f"{rule} describes none", "; check it, or fetch the files again"), torch.device("meta"), limit:
         own = copy.deepcopy(config)  # building a model leaves its mark on the configuration
         model = model_files.build(own, trust_remote_code=source.trust_remote_code)
-        if not {"logits_to_keep", "kwargs"} & signature(model.forward).parameters.keys():
+        if not measured and not {"logits_to_keep", "kwargs"} & signature(model.forward).parameters.keys():
             raise UserError(f"{rule} describes one whose forward takes no logits_to_keep; give its code that argument")
     if source.splits:
         split_experts(model)
@@ -212,7 +213,7 @@ def load_dense(
     if not source.gguf_file:
         config = load_config(source, may_be_quantized=may_be_quantized)
         if may_be_quantized and source.is_local and model_files.quantization_method(config) is None:
-            skeleton(source, config)  # which looks at the files, and at how much is built of them
+            skeleton(source, config, measured=True)  # which looks at the files, and at how much is built of them
     target = getattr(torch, dtype)
     with quiet_bars(not progress):
         if source.gguf_file:
