@@ -126,7 +126,7 @@ def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tens
     """The model's inputs for a text, or for the messages of a conversation."""
     plain = isinstance(given, str)
     try:
-        if not plain:
+        if not isinstance(given, str):
             given = render_text(writer.tokenizer, given, None, ask=True)
     except Exception as error:  # whatever a model's own template runs into, such as a role that it does not know
         raise UserError(f"{writer.name}: its chat template fails ({brief(error)}); leave --chat out") from error
