@@ -104,11 +104,11 @@ def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner, *, joined:
             raise UserError(f"{writer.name}: logits must be numbers, but are NaN or Inf; use --dtype float32")
         return scores
 
-    length, most = inputs["input_ids"].shape[1], known_positions(writer.model.config) or math.inf
-    if length >= most:
-        raise UserError(f"{writer.name} knows {most} positions, but what it is to continue has {length}; shorten it")
-    new_tokens = min(manner.max_new_tokens, most - length)
-    options = {"max_new_tokens": new_tokens, "logits_processor": [numbers], **_ONE_ANSWER}
+    length, room = inputs["input_ids"].shape[1], _room(writer, inputs)
+    if room < 1:
+        rule = f"{writer.name} knows {length + room} positions, but what it is to continue has {length}"
+        raise UserError(f"{rule}; shorten it")
+    options = {"max_new_tokens": min(manner.max_new_tokens, room), "logits_processor": [numbers], **_ONE_ANSWER}
     if manner.temperature is not None:
         options |= {"do_sample": True, "temperature": manner.temperature, "top_p": manner.top_p}
     start = time.perf_counter()
@@ -120,6 +120,11 @@ def _write(writer: Writer, inputs: dict[str, Tensor], manner: Manner, *, joined:
         raise UserError(f"{writer.name}: correct generation_config.json, which fails ({brief(error)})") from error
     seconds, text = time.perf_counter() - start, writer.tokenizer.decode([*last, *written], skip_special_tokens=True)
     return text.removeprefix(streamer.before), len(written), seconds
+
+
+def _room(writer: Writer, inputs: dict[str, Tensor]) -> float:
+    """For how many more tokens the model has positions."""
+    return (known_positions(writer.model.config) or math.inf) - inputs["input_ids"].shape[1]
 
 
 def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tensor]:
@@ -149,20 +154,18 @@ def generate_text(writer: Writer, prompt: str, manner: Manner, *, chat: bool) ->
 
 
 def converse(writer: Writer, manner: Manner, *, ask: Callable[[], str | None]) -> dict[str, Any]:
-    """A conversation until `ask` gives None, or the model cannot go on: its messages, and how fast the model wrote."""
+    """A conversation until `ask` gives None, or its positions end: its messages, and how fast the model wrote."""
     messages, tokens, seconds = manner.opening, 0, 0.0
     while (message := ask()) is not None:
         if not message.strip():
             continue
         messages.append({"role": "user", "content": message})
-        try:
-            answer, count, took = _write(writer, _encode(writer, messages), manner)
-        except UserError as error:
-            if not tokens:
-                raise
-            manner.emit(f"the conversation ends here: {error}\n")
+        inputs = _encode(writer, messages)
+        if tokens and _room(writer, inputs) < 1:
+            manner.emit(f"the conversation ends here: {writer.name} has no positions left\n")
             messages.pop()
             break
+        answer, count, took = _write(writer, inputs, manner)
         manner.emit("\n")
         messages.append({"role": "assistant", "content": answer})
         tokens, seconds = tokens + count, seconds + took

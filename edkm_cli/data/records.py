@@ -273,15 +273,15 @@ def _prompt_length(tokenizer: Any, before: list[dict[str, Any]], tools: Any, tex
 def render_text(tokenizer: Any, messages: list[dict[str, Any]], tools: Any, *, ask: bool = False) -> str:
     """The text of a conversation; `ask`: with the template's call for an answer. A template that leaves texts out, as those
     of some models with images do, gets them as lists of parts. Raises TemplateError, also where it still does."""
-    parts = [{**turn, "content": [{"type": "text", "text": turn.get("content") or ""}]} for turn in messages]
-    how = {"tools": tools, "tokenize": False, "add_generation_prompt": ask}
-    for given in (messages, parts):
+    given = messages
+    for _ in range(2):
         try:
-            text = tokenizer.apply_chat_template(given, **how)
+            text = tokenizer.apply_chat_template(given, tools=tools, tokenize=False, add_generation_prompt=ask)
         except Exception as error:  # whatever a template raises
             raise TemplateError(" ".join(str(error).split()) or type(error).__name__) from error
         if (speaker := _left_out(messages, text)) is None:
             return text
+        given = [{**turn, "content": [{"type": "text", "text": turn.get("content") or ""}]} for turn in messages]
     raise TemplateError(f"it leaves out what the {speaker} says")
 
 

@@ -36,7 +36,7 @@ def record_layers(model: Any, ids: Tensor, directory: Path) -> None:
     def take(matrix: Any, args: tuple[Any, ...], output: Any) -> None:
         name, x = names[matrix], args[0].flatten(0, -2)
         if f"{name}.in" not in kept and len(x):
-            some = torch.linspace(0, len(x) - 1, min(_MATRIX_TOKENS, len(x)), device=x.device).long()
+            some = _some_of(len(x))
             kept.update({f"{name}.in": x[some], f"{name}.out": output.flatten(0, -2)[some]})
 
     def write(layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -47,10 +47,14 @@ def record_layers(model: Any, ids: Tensor, directory: Path) -> None:
 
     inside = [module for layer in layers for module in layer.modules() if module in names]
     inside += [head] if (head := model.get_output_embeddings()) in names else []
-    some = torch.linspace(0, ids.shape[1] - 1, min(_MATRIX_TOKENS, ids.shape[1])).long()
     with hooked(inside, take, after=True), hooked(layers, write, after=True):
-        model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=some)
+        model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=_some_of(ids.shape[1]))
     save_file({name: tensor.cpu().contiguous() for name, tensor in kept.items()}, directory / _HEAD)
+
+
+def _some_of(tokens: int) -> Tensor:
+    """Which of so many tokens matrices are compared on."""
+    return torch.linspace(0, tokens - 1, min(_MATRIX_TOKENS, tokens)).long()
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from edkm_cli.data.cache import Say
 from edkm_cli.data.training import require_held_out, source_identity
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
-from edkm_cli.export.ownership import cache_paths, input_paths, read_object, require_apart, require_replaceable
+from edkm_cli.export.ownership import cache_paths, read_object, require_apart, require_replaceable, run_paths
 from edkm_cli.export.run import evaluation_documents, evaluation_names
 from edkm_cli.files import digest, write_json
 from edkm_cli.granularity import Granularity
@@ -61,8 +61,7 @@ def compare(config: CompareConfig, *, overwrite: bool = False, say: Say = lambda
     no method succeeded. Raises Preempted after SIGTERM.
     """
     settings = [settings_of(entry, config) for entry in config.entries()]
-    inputs = input_paths("--model", config.model) or [("--model", Path(config.model))]
-    inputs += input_paths("--data", *config.data, *config.eval_data)
+    inputs = run_paths(config, "--model", config.model)
     require_apart("--output", Path(config.output), [*inputs, *cache_paths()])
     directory = Path(config.output).expanduser()
     try:
