@@ -218,7 +218,7 @@ class CompressConfig(TrainingSettings, TextSettings):
         "as 3.5.", COMPRESSION, minimum=1, maximum=8)
     allocation: str = setting("auto", "Which matrices get how many bits.", COMPRESSION,
         choices={
-            "auto": "sensitivity up to 4 bits beside the reconstructed start, where no target asks for one number",
+            "auto": "sensitivity up to 4 bits, reconstructed, by importance gradient, where no target asks for one number",
             "uniform": "all as many as --bits says",
             "sensitivity": "more where errors raise the loss most, fewer elsewhere, the model no larger than with "
                 "uniform",
@@ -297,7 +297,7 @@ class CompressConfig(TrainingSettings, TextSettings):
     assignments: str = setting("auto", "Whether weights may leave the table entries that the start gave them.",
         TRAINING,
         choices={
-            "auto": "held where the teacher alone is learnt in mode straight-through, without sharding; else free",
+            "auto": "held where the teacher alone is learnt, straight-through, unsharded, not from kmeans; else free",
             "free": "weights train, and change their entries",
             "held": "only tables, norms and biases train",
         })

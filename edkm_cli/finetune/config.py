@@ -36,7 +36,7 @@ class FinetuneConfig(TrainingSettings, TextSettings):
     lora_alpha: float | None = setting(None,
         "LoRA updates are scaled by alpha / rank; default: alpha is twice the rank.", TRAINING, positive=True)
     target_modules: tuple[str, ...] = setting(("all-linear",),
-        "Linears that get an update, by the end of their path, such as q_proj; all-linear: all but the output head.",
+        "Linears that get an update, by the end of their path, such as q_proj; all-linear: all but head and experts.",
         TRAINING)
     data: tuple[str, ...] = as_in_compress("data", (),
         help="Text to learn: builtin, wikitext2, alpaca, c4, fineweb-edu, a data set of the hub as "

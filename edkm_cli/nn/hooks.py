@@ -1,5 +1,6 @@
 """What lasts as long as a block: hooks, attributes, evaluation; where decoder layers are, and what they are called with."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -175,7 +176,7 @@ def layers_form_a_chain(skeleton: Any) -> bool:
         for layer in layers:
             layer.forward = pass_on
         try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings(action="ignore"):
                 model(input_ids=ids, use_cache=False)
         except Exception:  # the other kind, or code that came with a model and looks at values
             return False
