@@ -21,7 +21,7 @@ from edkm_cli.errors import UserError, explained
 from edkm_cli.format import QUANT_METHOD, QuantizationSpec, read_spec
 from edkm_cli.initialize.sharded import open_layers
 from edkm_cli.integrity import AGAIN, check_checkpoint
-from edkm_cli.model_files import from_pretrained, header, quantization_method
+from edkm_cli.model_files import from_pretrained, header, quantization_method, stays_wide
 from edkm_cli.nn.swap import dequantize_model, palettize_skeleton
 from edkm_cli.packing import fault
 from edkm_cli.progress import quiet_bars
@@ -87,9 +87,10 @@ class EdkmQuantizer(HfQuantizer):
         name = str(dtype or "float32").removeprefix("torch.")  # a configuration may hold the dtype as text
         before = str(model.get_input_embeddings().weight.dtype)  # the configuration's does not follow `to`
         dequantize_model(model, getattr(torch, name))
-        if name != before.removeprefix("torch."):  # the rest, too, where another one was asked for
-            for tensor in model.state_dict(keep_vars=True).values():  # not what is computed, as rotary frequencies are
-                tensor.data = tensor.data.to(getattr(torch, name)) if tensor.is_floating_point() else tensor.data
+        if name != before.removeprefix("torch."):  # the rest, too, but what is computed, as rotary frequencies are
+            for path, tensor in model.state_dict(keep_vars=True).items():
+                if tensor.is_floating_point() and not stays_wide(model, path, getattr(torch, name)):
+                    tensor.data = tensor.data.to(getattr(torch, name))
         model.config.dtype = getattr(torch, name)
         model.__dict__.pop("_weight_conversions", None)  # it has the names of its family again
         return model

@@ -3,6 +3,7 @@ directory, no tensor in two places, no weights of integers. Whoever wrote the fi
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -345,6 +346,11 @@ def from_pretrained(location: str | Path, **options: Any) -> Any:
 
     where = {name: options[name] for name in options if name in _WHERE}
     return auto_class(AutoConfig.from_pretrained(location, **where)).from_pretrained(location, **options)
+
+
+def stays_wide(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Whether a tensor of a model in `dtype` is float32: with rounded corrections routers choose other experts, say."""
+    return any(re.search(part, name) for part in model._get_dtype_plan(dtype))
 
 
 def quantization_method(config: Any) -> str | None:

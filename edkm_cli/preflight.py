@@ -247,7 +247,7 @@ def plan_run(config: CompressConfig, world: World, *, like: RunPlan | None = Non
         check_model(config.target, architecture, shapes, lut_scale=config.lut_scale or 1.0, experts=experts)
     dense_dtype = choose_dtype(asked.dtype, world.device)
     few = allocation.choose_embedding_bits(config, swaps)
-    config = replace(config, lut_dtype=allocation.choose_lut_dtype(replace(config, embedding_bits=few), swaps))
+    config = replace(config, lut_dtype=allocation.choose_lut_dtype(config, swaps, few))
     if config.target_size:
         size_of = models.dense_sizes(source, architecture, dense_dtype)
         size = parse_bytes(config.target_size)

@@ -28,6 +28,15 @@ KNOWN = {
     "gguf": (tuple(GGUF_FAMILIES), ("default", "linear", "llama3")),
     "mlx": (MLX_FAMILIES, ("default", "linear", "llama3", "yarn", "proportional")),
 }
+# How many of these kinds an engine has for a family, where not all: of others it takes the base alone, in silence.
+_BASE_ALONE = (
+    "gemma", "gemma2", "phi", "cohere", "cohere2", "stablelm", "helium", "glm4", "starcoder2", "hunyuan_v1_dense",
+    "ernie4_5", "lfm2",
+)  # fmt: skip
+_KINDS = {
+    "gguf": {"qwen2": 2, "qwen3": 2, "gemma3_text": 2},
+    "mlx": {"phi3": 2, "nemotron": 2, **dict.fromkeys(_BASE_ALONE, 1)},
+}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as configurations call their number
 _IN_LAYER = re.compile(r"^(\w+)\.(\w+)\.(\d+)\.(.+)$")
 
@@ -174,7 +183,11 @@ def check_model(
     if form in KNOWN:
         rope = getattr(architecture, "rope_parameters", None) or {}
         (families, rotary), kind = KNOWN[form], rope.get("full_attention", rope).get("rope_type", "default")
-        facts += [("decoders of", families, architecture.model_type), ("rotary angles", rotary, kind)]
+        rotary = rotary[: _KINDS.get(form, {}).get(architecture.model_type)]
+        facts += [
+            ("decoders of", families, architecture.model_type),
+            (f"rotary angles of {architecture.model_type}:", rotary, kind),
+        ]
     if form in KNOWN and architecture.model_type in GGUF_FAMILIES:  # these engines have one for each family
         used = getattr(architecture, "hidden_activation", None) or getattr(architecture, "hidden_act", "silu")
         gemma = architecture.model_type == "gemma3_text"

@@ -21,6 +21,7 @@ from edkm_cli.evaluate.config import EvalConfig
 from edkm_cli.evaluate.layers import TOKENS, compare_layers, record_layers
 from edkm_cli.evaluate.perplexity import Perplexity, by_position, distribution, perplexity
 from edkm_cli.evaluate.reference import Recorder, RememberedPredictions
+from edkm_cli.model_files import stays_wide
 from edkm_cli.nn.swap import dequantize_model, is_packed
 from edkm_cli.progress import Track, no_progress
 
@@ -135,8 +136,8 @@ class Study:
         room = physical_bytes() if model.device.type == "cpu" else torch.cuda.mem_get_info(model.device)[1]
         if 1.1 * sum(weight.numel() for weight in model.parameters()) * other.itemsize > room:
             return None
-        for weight in model.parameters():  # not what is computed, as rotary frequencies are
-            weight.data = weight.data.to(other)
+        for name, weight in model.named_parameters():  # not what is computed, as rotary frequencies are
+            weight.data = weight.data if stays_wide(model, name, other) else weight.data.to(other)
         most = min(self.settings.max_windows or _FLOOR_WINDOWS, _FLOOR_WINDOWS)
         (floor,) = self._measure(model, [("noise floor", self.tokens[0], self.settings.context, most)])
         figures = {"kl_per_token": floor.kl_per_token, "top1_agreement": floor.top1_agreement}

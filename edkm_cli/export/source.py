@@ -19,7 +19,7 @@ from edkm_cli.format import QuantizationSpec
 from edkm_cli.granularity import FREE
 from edkm_cli.initialize.sharded import Place, places
 from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton_tensors, stored_skeleton
-from edkm_cli.model_files import TensorFiles, build
+from edkm_cli.model_files import TensorFiles, build, stays_wide
 from edkm_cli.packing import as_numbers, fault, unpack
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
 
@@ -66,6 +66,10 @@ class Described:
         """The dense model of transformers on the meta device."""
         with torch.device("meta"):
             return build(self.config, trust_remote_code=self.trust_remote_code)
+
+    def dense_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """What a tensor of the dense model in `dtype` has."""
+        return torch.float32 if stays_wide(self.model, name, dtype) else dtype
 
     def bits_of(self, path: str) -> int:
         """Bits of an index of a packed module."""

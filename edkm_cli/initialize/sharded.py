@@ -209,9 +209,8 @@ def _empty(
     # Parameters only: buffers (rotary frequencies) are in no file, they are computed when the model is built.
     with init_empty_weights(include_buffers=False):
         model = build(architecture, dtype=dtype, trust_remote_code=trust)
-    kept = [*model._get_dtype_plan(dtype)]  # by transformers, in float32
     for name, value in (*model.named_parameters(), *model.named_buffers()):
-        if any(re.search(part, name) for part in kept):
+        if model_files.stays_wide(model, name, dtype):
             value.data = value.data.float()
     if (directory / "generation_config.json").is_file():
         with models.loading(source):

@@ -110,14 +110,14 @@ def _vocabulary(swaps: Sequence[Swap]) -> int:
     return rows.pop() if len(rows) == 1 else 0
 
 
-def choose_lut_dtype(config: CompressConfig, swaps: Sequence[Swap]) -> str:
-    """What `--lut-dtype` means: eight bits where those that this saves are worth more to the linears than it costs."""
+def choose_lut_dtype(config: CompressConfig, swaps: Sequence[Swap], few: int | str) -> str:
+    """What `--lut-dtype` means beside embeddings of `few` bits: 8 where what this saves is worth more to the linears."""
     if config.lut_dtype != "auto":
         return config.lut_dtype
     if config.target:
         return TARGETS[config.target].settings["lut_dtype"]
     if config.allocation == SENSITIVITY and config.palette == FREE:
-        spec, average = planned_spec(replace(config, lut_dtype=_LUT_DTYPE), swaps, asked=config)
+        spec, average = planned_spec(replace(config, lut_dtype=_LUT_DTYPE, embedding_bits=few), swaps, asked=config)
         linears = [swap for swap in swaps if swap.clustered]
         saved = sum(size_bits(swap, spec, average) for swap in linears)
         short = replace(spec, lut_dtype=_SHORT_LUT_DTYPE, format_version=0)
@@ -310,7 +310,7 @@ def rises_of(
         raise UserError(f"{rule} it as a layer; give --skip '*.{name.rpartition('.')[2]}', or --allocation uniform")
     granularity = spec.granularity_of(name)
     bands = weight.shape[0] // granularity.tile(*weight.shape)[0]
-    chosen = slice(None, None, max(1, bands // _BANDS))
+    chosen = slice(None, None, (max(bands // _BANDS, 1) - 1) | 1)  # odd: rows of a head differ by their rotary angle
     weights, weighing = (full.detach().unflatten(0, (bands, -1))[chosen].flatten(0, 1) for full in (weight, importance))
     share, rises = weights.shape[0] / weight.shape[0], {}
     for bits, start in starts.items():

@@ -37,7 +37,7 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
     from transformers.core_model_loading import revert_weight_conversion
 
     dtype, empty = getattr(torch, facts(source, options)["dtype"]), source.dense_skeleton()
-    converts = is_converted(empty)
+    kinds, converts = {name: source.dense_dtype(name, dtype) for name in source.tensors}, is_converted(empty)
 
     def parts(make: Any) -> Iterator[dict[str, Tensor]]:
         for _, names in groupby(source.tensors, key=lambda name: (found := _LAYER.match(name)) and found[1]):
@@ -45,11 +45,11 @@ def write(source: Compressed, folder: Path, options: Options, track: Track = no_
             part = part if not converts else revert_weight_conversion(empty, part)
             yield {name: tensor.contiguous() for name, tensor in part.items()}
 
-    meta = list(parts(lambda name: torch.empty(source.tensors[name].shape, dtype=dtype, device="meta")))
+    meta = list(parts(lambda name: torch.empty(source.tensors[name].shape, dtype=kinds[name], device="meta")))
     announced = {name: (tensor.dtype, tuple(tensor.shape)) for part in meta for name, tensor in part.items()}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        real = parts(lambda name: rounded(source.dense(name), dtype, name))
+        real = parts(lambda name: rounded(source.dense(name), kinds[name], name))
         for part in track(real, "writing dense weights", len(meta)):
             yield from part.items()
 

@@ -171,7 +171,7 @@ class FolderFormat:
     def _of(self, source: Compressed, tensor: DenseTensor, options: Options) -> list[Entry]:
         if entries := list(self.entries(source, tensor, options)):
             return entries
-        dtype = getattr(torch, self.facts(source, options)["dtype"])
+        dtype = source.dense_dtype(tensor.name, getattr(torch, self.facts(source, options)["dtype"]))
         return [Entry(tensor.name, dtype, tensor.shape, lambda: source.dense(tensor.name))]
 
     def _entries(self, source: Compressed, options: Options) -> list[Entry]:
