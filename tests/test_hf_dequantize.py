@@ -14,6 +14,8 @@ from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.distributed import World
 from edkm_cli.errors import UserError
+from edkm_cli.export.command import export_model
+from edkm_cli.export.formats.options import Options
 from edkm_cli.hf import load, load_source
 from edkm_cli.initialize.sharded import from_fp8, from_mxfp4, open_layers
 from edkm_cli.models import load_config, resolve
@@ -194,6 +196,20 @@ def test_what_is_computed_stays_as_it_is_where_weights_are_rounded(tmp_path):
     assert torch.equal(model.model.rotary_emb.inv_freq, loaded.model.rotary_emb.inv_freq)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name).bfloat16())  # rounded once
+
+
+def test_what_transformers_keeps_in_float32_is_decoded_and_exported_so(tmp_path):
+    model, name = family("deepseek_v3"), "model.layers.1.mlp.gate.e_score_correction_bias"
+    corrections = 4 + torch.arange(4) / 100  # bfloat16 has the first and the third alone
+    model.get_submodule("model.layers.1.mlp.gate").register_buffer("e_score_correction_bias", corrections)
+    byte_tokenizer().save_pretrained(tmp_path / "packed")
+    packed = export(*cluster(model), tmp_path / "packed")
+    export_model(packed, "dense", tmp_path / "dense", options=Options(dtype="bfloat16"))
+    written = load_file(tmp_path / "dense" / "model.safetensors")
+    decoded = load_source(resolve(str(packed)), dequantize=True, dtype="bfloat16")
+    for found in (written[name], decoded.get_buffer(name)):
+        assert torch.equal(found, corrections)
+    assert written["model.norm.weight"].dtype == decoded.model.norm.weight.dtype == torch.bfloat16
 
 
 def test_layers_are_not_divided_by_transformers(tmp_path):

@@ -143,6 +143,16 @@ def test_the_expected_rise_is_half_the_weighted_squared_error():
     assert expected_rise(weight, table, importance, SPEC.granularity) == pytest.approx(wanted, rel=1e-6)
 
 
+def test_a_sample_of_rows_sees_all_places_of_a_head():
+    """Errors differ by the rotary angle of a row: a stride that divides the heads sees the same few in each."""
+    torch.manual_seed(0)
+    of_angles = torch.linspace(-2, 2, 64).exp().repeat(32)  # 32 heads of 64 rows
+    weight = torch.randn(2048, 128) * of_angles[:, None]
+    tables = torch.linspace(-3, 3, 8).repeat(2048, 1) * of_angles[:, None]
+    exact = expected_rise(weight, tables, torch.ones(2048, 128), SPEC.granularity)
+    assert rises_of("q", weight, torch.ones(2048, 128), SPEC, {3: tables})[3] == pytest.approx(exact, rel=0.1)
+
+
 def test_a_linear_without_squared_gradients_is_named():
     for importance in (None, torch.ones(8)):
         with pytest.raises(UserError, match=r"squared gradients of layer\.0"):

@@ -15,6 +15,14 @@ from families import family
 
 LAYERS = {"model.layers.0.mlp.up_proj": (64, 128), "model.layers.1.mlp.up_proj": (64, 128)}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+YARN = {**DYNAMIC, "rope_type": "yarn"}
+LLAMA3 = {
+    **DYNAMIC,
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def architecture(kind="llama", **more):
@@ -75,6 +83,9 @@ def test_an_ordinary_decoder_fits_every_target(name):
         ("mlx:4", architecture("gpt_neox"), LAYERS, "mlx knows decoders of llama, .* got gpt_neox"),
         ("mlx:4", architecture("glm"), LAYERS, "mlx knows decoders of llama, .* got glm"),
         ("mlx:4", architecture(rope_parameters=DYNAMIC), LAYERS, "mlx knows rotary angles .* got dynamic"),
+        ("mlx:4", architecture("glm4", rope_parameters=YARN), LAYERS, "angles of glm4: default, got yarn"),
+        ("mlx:4", architecture("nemotron", rope_parameters=YARN), LAYERS, "nemotron: default and linear, got yarn"),
+        ("gguf:q8_0", architecture("qwen3", rope_parameters=LLAMA3), LAYERS, "qwen3: default and linear, got llama3"),
     ],
 )
 def test_what_does_not_fit_is_named_with_a_remedy(name, model, layers, message):
