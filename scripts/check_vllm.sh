@@ -54,7 +54,7 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 status=0
 case " $PARTS " in *" tests "*)
     say "tests, two to five minutes"
-    "$python" -m pytest -q -p no:cacheprovider -m vllm tests/test_serve_vllm.py || status=1
+    "$python" -m pytest -q -p no:cacheprovider -m vllm tests/test_serve_vllm.py tests/test_serve_plugin.py || status=1
     ;;
 esac
 case " $PARTS " in *" figures "*)

@@ -229,9 +229,8 @@ class Compensation:
             return found
         indices = nearest_indices(found, layer.lut(), granularity=granularity)
         hessian = _damped(self._hessian, self._damping)
-        grid, weighted = layer.clustering.grid, None
-        if fits_tables(granularity, shape, grid.palette):
-            weighted = wanted @ self._hessian
+        grid = layer.clustering.grid
+        weighted = wanted @ self._hessian if fits_tables(granularity, shape, grid.palette) else None
         for _ in range(_ROUNDS):
             if weighted is not None:
                 now = layer.centroids.detach()

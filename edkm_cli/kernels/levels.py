@@ -74,9 +74,7 @@ def fitting() -> list[Level]:
 
 def calls() -> Level:
     """calls.c, an extension module for this Python, which runs on any processor; compiling it takes Python's headers."""
-    later = (
-        ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()
-    )  # Python's functions are in no library
+    later = ("-Wl,-undefined,dynamic_lookup",) * (sys.platform == "darwin")  # Python's functions are in no library
     return Level(_CALLS, (f"-I{_INCLUDE}", *later), frozenset())
 
 

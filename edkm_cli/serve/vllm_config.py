@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers import vocab_parallel_embedding as embedding
 from vllm.model_executor.layers.fused_moe import GateLinear, RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -136,4 +137,7 @@ class EdkmVllmConfig(QuantizationConfig):
         dense = prefix in self.spec.skipped or any(name.rpartition(".")[2] in leaves for name in self.spec.skipped)
         if dense or not self.spec.packs_embeddings:
             return embedding.UnquantizedEmbeddingMethod()
+        if (draft := get_current_vllm_config().speculative_config) is not None and draft.use_eagle():
+            rule = f"vllm serves packed embeddings beside no draft that shares them, got method {draft.method}"
+            raise refused(rule, "compress with --embedding-bits 16, or give another method, such as ngram")
         return PackedEmbeddingMethod(self.spec, prefix or "embed_tokens")
