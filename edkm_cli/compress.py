@@ -233,7 +233,7 @@ class Run(Session):
         write_json(staging / "report.json", result)
         for row in result["texts"]:
             about = self.config.max_perplexity_ratio, staging, "train longer, use more bits, or allow more"
-            require_ratio(row, ("original", "exported"), *about, f" on {row['data']}")
+            require_ratio(row, ("original", "exported"), *about)
         source = self.plan.source
         page = card("model", result, base_model=None if source.is_local else source.location)
         (staging / "README.md").write_text(page, encoding="utf-8")

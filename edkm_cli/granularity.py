@@ -37,9 +37,7 @@ MULTIPLES = {
     (AFFINE, 5): (32, 0, 63),
     ("integers", 6): (16, -128, 127),
 }
-_PATTERN = re.compile(
-    r"(?:(?P<tensor>tensor)|row:(?P<rows>[1-9]\d{0,6})|block:(?P<R>[1-9]\d{0,6})x(?P<C>[1-9]\d{0,6}))$"
-)
+_PATTERN = re.compile(r"(?:tensor|row:(?P<rows>[1-9]\d{0,6})|block:(?P<R>[1-9]\d{0,6})x(?P<C>[1-9]\d{0,6}))$")
 
 
 def table_numbers(palette: str, bits: int) -> int:

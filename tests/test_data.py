@@ -6,16 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from edkm_cli.data import (
-    Blocks,
-    load_documents,
-    open_training_data,
-    parse_source,
-    parse_sources,
-    tokenize,
-    training_tokens,
-)
+from edkm_cli.data import Blocks, load_documents, open_training_data, parse_source, parse_sources, tokenize
 from edkm_cli.data.reading import wikitext_rows
+from edkm_cli.data.training import training_tokens
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 

@@ -176,7 +176,7 @@ def test_all_layers_are_visited_once_and_see_compensated_inputs():
         indices = nearest_indices(expected, start.lut(), granularity=granularity)
         damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(len(hessian))
         for _ in range(2):  # tables fitted, then choices improved
-            start.centroids.copy_(fitted_tables(weight @ hessian, indices, hessian, start.centroids, granularity))
+            start.centroids.copy_(fitted_tables(weight @ hessian, indices, hessian, start.centroids))
             errors = (lookup(indices, start.lut(), granularity=granularity) - weight) @ damped
             passes_torch.descend(indices, errors, row_entries(start), damped, 4)
     chosen = nearest_indices(last.weight, last.lut(), granularity=granularity)

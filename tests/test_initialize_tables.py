@@ -33,7 +33,7 @@ def test_tables_are_the_least_squares_solution(granularity, monkeypatch):
     monkeypatch.setattr(fitting, "_COLUMNS", 16)
     weight, indices, inputs, tables, granularity = case(6, 40, granularity)
     hessian = inputs.t() @ inputs
-    found = fitted_tables(weight @ hessian, indices, hessian, tables, granularity)
+    found = fitted_tables(weight @ hessian, indices, hessian, tables)
     torch.testing.assert_close(found, written_out(weight, indices, inputs, len(tables), 4), rtol=1e-4, atol=1e-4)
 
 
@@ -41,7 +41,7 @@ def test_the_output_error_falls_and_entries_nobody_chose_stay():
     weight, indices, inputs, tables, granularity = case(5, 30, "row:1")
     indices[indices == 3] = 0
     hessian = inputs.t() @ inputs
-    found = fitted_tables(weight @ hessian, indices, hessian, tables, granularity)
+    found = fitted_tables(weight @ hessian, indices, hessian, tables)
     torch.testing.assert_close(found[:, 3], tables[:, 3])
 
     def error(tables):

@@ -203,7 +203,7 @@ def test_a_token_counts_for_twenty_times_the_mean_at_most_but_for_the_first_of_a
     x, gradients = torch.randn(2, 64, 8), torch.randn(2, 64, 4)
     gradients[0, 0] *= 1000
     gradients[1, 30] *= 1000
-    collector = _Collector({"": linear}, "gradient", ALONE)
+    collector = _Collector({"": linear}, "gradient", ALONE, (), False)
     with hooked([linear], collector.see, after=True):
         linear(x).backward(gradients)
     outer = gradients.square()[..., None] * x.square()[:, :, None]

@@ -1,14 +1,17 @@
 """GPTQ against optimal brain quantization written out: an explicit inverse Hessian, updated weight by weight."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.research.baselines import gptq
-from edkm_cli.research.baselines.gptq import quantize_weight
 from edkm_cli.research.baselines.grid import Uniform
 from edkm_cli.research.baselines.outcome import decoder_linears
 from helpers import quantized, tiny_llama
+
+quantize_weight = partial(gptq.quantize_weight, order="natural", static_groups=False, damping=0.01)
 
 
 def layer(rows, columns, *, tokens=400, seed=0):

@@ -14,11 +14,4 @@
 from edkm_cli.data.blocks import Batch, Blocks
 from edkm_cli.data.sources import BUILTIN, Source, parse_source, parse_sources
 from edkm_cli.data.store import TokenStore, store_of
-from edkm_cli.data.training import (
-    TrainingData,
-    characters_of,
-    load_documents,
-    open_training_data,
-    tokenize,
-    training_tokens,
-)
+from edkm_cli.data.training import TrainingData, characters_of, load_documents, open_training_data, tokenize

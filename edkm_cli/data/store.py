@@ -176,9 +176,7 @@ def file_digest(path: Path) -> str:
     return _digest(path.stat().st_size, lambda start: np.fromfile(path, np.uint8, _DIGEST_CHUNK, offset=start))
 
 
-def disk_error(
-    error: OSError, directory: Path, *, what: str = "tokens", variable: str = "EDKM_TOKEN_CACHE"
-) -> UserError:
+def disk_error(error: OSError, folder: Path, *, what: str = "tokens", variable: str = "EDKM_TOKEN_CACHE") -> UserError:
     """The one line for a cache that cannot be written."""
-    rule = f"{what} are kept in {directory}, which cannot be written to ({error.strerror or error})"
+    rule = f"{what} are kept in {folder}, which cannot be written to ({error.strerror or error})"
     return UserError(f"{rule}; free some room there, or set {variable} to another directory")

@@ -25,14 +25,12 @@ def require_same_perplexity(text: Mapping[str, Any], dtype: str) -> None:
         raise UserError(f"{rule}, but {found}; nothing was put in place, please report it with the model's name")
 
 
-def require_ratio(
-    figures: Mapping[str, Any], stages: tuple[str, str], limit: float, staging: Path, remedy: str, where: str = ""
-) -> None:
+def require_ratio(text: Mapping[str, Any], stages: tuple[str, str], limit: float, staging: Path, remedy: str) -> None:
     """Raises UserError where the later of two `stages` has more than `limit` times the perplexity of the earlier one."""
-    base, value = (figures[stage] for stage in stages)
+    base, value = (text[stage] for stage in stages)
     if limit and base is not None and value is not None and value > limit * base:
         rule = f"{stages[1]} perplexity must be at most --max-perplexity-ratio {limit:g} times the {stages[0]} one's"
-        found = f"is {value:.4f} to {base:.4f}{where}, {value / base:.3g} times; the result is in {staging}"
+        found = f"is {value:.4f} to {base:.4f} on {text['data']}, {value / base:.3g} times; the result is in {staging}"
         raise UserError(f"{rule}, but {found}: {remedy}")
 
 

@@ -27,6 +27,7 @@ from edkm_cli.summaries import metrics_of
 
 _INSTALL = "pip install 'edkm-cli[eval]'"
 _SEED = 1234  # the harness's own default for the choice of few-shot examples
+Results = dict[str, dict[str, Any]]  # task -> what is known of it
 Scores = dict[str, dict[str, dict[int, Any]]]
 """Task -> metric -> document -> score, whatever the metric gives for one document."""
 
@@ -72,7 +73,7 @@ def load_tasks(settings: EvalConfig) -> dict[str, Any]:
 
 def run_tasks(
     model: Any, tokenizer: Any, loaded: dict[str, Any], *, limit: int | None = None, batch_size: int = 1
-) -> tuple[dict[str, dict[str, Any]], Scores]:
+) -> tuple[Results, Scores]:
     """Run loaded tasks on a causal LM: task -> its metrics, `..._stderr`, `samples`, `num_fewshot`, `version`; and the
     scores of single documents, for `compared`.
 
@@ -85,7 +86,7 @@ def run_tasks(
     from lm_eval.models.huggingface import HFLM
 
     subject = HFLM(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
-    results: dict[str, dict[str, Any]] = {}
+    results: Results = {}
     scores: Scores = {}
     for name, tasks in loaded.items():
         for task in tasks["tasks"].values():  # anew: a run before has drawn other examples
@@ -114,13 +115,11 @@ def _require_numbers(model: Any, args: Any, output: Any) -> None:
         raise UserError("--tasks need logits that are numbers, but some are NaN; use --dtype float32 or bfloat16")
 
 
-def compared(
-    ours: dict[str, dict[str, Any]], our_scores: Scores, theirs: dict[str, dict[str, Any]], their_scores: Scores
-) -> dict[str, dict[str, Any]]:
+def compared(ours: Results, our_scores: Scores, theirs: Results, their_scores: Scores) -> Results:
     """What a model keeps of a reference: task -> metric -> `model`, `reference`, their `model_stderr` and
     `reference_stderr`, the `recovery` (model by reference), and of metrics that are right or wrong `lost` and `won`: the
     share of answers that were right and are wrong, and the reverse (flips, arXiv 2407.09141)."""
-    tables: dict[str, dict[str, Any]] = {}
+    tables: Results = {}
     for task, metric, value, error in metrics_of(ours):
         if (before := theirs[task].get(metric)) is None:
             continue

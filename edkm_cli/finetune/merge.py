@@ -161,7 +161,7 @@ class _Run(PackedSession):
         write_json(staging / REPORT, report)
         limit = self.config.max_perplexity_ratio, staging, "give more --steps, keep the adapter, or allow more"
         for row in self.measured.rows():
-            require_ratio(row, ("adapted", "merged"), *limit, f" on {row['data']}")
+            require_ratio(row, ("adapted", "merged"), *limit)
         title = f"{report['model']} with {report['adapter']} merged"
         made = "the adapter is part of the lookup tables and indices"
         page = card("checkpoint", report, title=title, made=made, file=REPORT)

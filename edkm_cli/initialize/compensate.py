@@ -235,7 +235,7 @@ class Compensation:
             if weighted is not None:
                 now = layer.centroids.detach()
                 if grid.palette == FREE:
-                    fitted = fitted_tables(weighted, indices, self._hessian, now, granularity)
+                    fitted = fitted_tables(weighted, indices, self._hessian, now)
                 else:
                     fitted = fitted_grid(wanted, weighted, indices, self._hessian, now, grid)
                 layer.centroids.data.copy_(fitted)
@@ -289,17 +289,14 @@ def fits_tables(granularity: Granularity, shape: tuple[int, int], palette: str =
     return palette != FREE or granularity.tile(*shape)[1] == shape[1]
 
 
-def fitted_tables(
-    weighted: Tensor, indices: Tensor, hessian: Tensor, tables: Tensor, granularity: Granularity
-) -> Tensor:
+def fitted_tables(weighted: Tensor, indices: Tensor, hessian: Tensor, tables: Tensor) -> Tensor:
     """The tables (groups, k) with the least output error, in `tables`' dtype.
 
     Args:
         weighted: (out, in), what is to be approximated times `hessian`.
         indices: (out, in) integers below k: the entry of each weight.
         hessian: (in, in) X X^T, in float32 or float64, which decides the precision of the sums.
-        tables: (groups, k), what the solution is drawn to where the text says nothing.
-        granularity: of the tables, which span all columns: see `fits_tables`.
+        tables: (groups, k), spanning all columns (see `fits_tables`), which it is drawn to where the text says nothing.
     """
     groups, k = tables.shape
     products = kernels.sum_by_code(indices, hessian, k).unflatten(0, (groups, -1)).sum(1)

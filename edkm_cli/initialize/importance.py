@@ -37,9 +37,7 @@ class _Collector:
     Where the model is sharded, so are the sums: each process keeps its rows of every matrix.
     """
 
-    def __init__(
-        self, layers: dict[str, Any], kind: str, world: World, moments: Sequence[str] = (), near: bool = False
-    ):
+    def __init__(self, layers: dict[str, Any], kind: str, world: World, moments: Sequence[str], near: bool):
         self.sums: dict[str, Tensor] = {}
         self.tokens = dict.fromkeys(layers, 0)
         self.counts = True

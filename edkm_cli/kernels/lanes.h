@@ -75,8 +75,6 @@ INLINE Rect rect_at(const Piece *piece, int64_t row, int64_t column) {
     return (Rect){row, row < piece->end_row ? smaller(rows, piece->end_row - row) : 0, column, columns};
 }
 
-INLINE Rect first_rect(const Piece *piece) { return rect_at(piece, piece->row, piece->column); }
-
 INLINE Rect next_rect(const Piece *piece, Rect at) {
     if (at.column + at.columns < piece->end_column) return rect_at(piece, at.row, at.column + at.columns);
     return rect_at(piece, at.row + at.rows, piece->column);
@@ -87,7 +85,8 @@ INLINE Rect next_rect(const Piece *piece, Rect at) {
         for (int64_t across = 0; across < (layout)->stride / (layout)->tile_columns; across++) \
             for (Piece piece = piece_of(layout, unit, across), *once = &piece; once; once = 0)
 
-#define FOR_RECTS(piece, rect) for (Rect rect = first_rect(&(piece)); rect.rows > 0; rect = next_rect(&(piece), rect))
+#define FOR_RECTS(piece, rect)                                               \
+    for (Rect rect = rect_at(&(piece), (piece).row, (piece).column); rect.rows > 0; rect = next_rect(&(piece), rect))
 
 INLINE float half_to_float(uint16_t half) {
     union { uint32_t u; float f; } bits = {(uint32_t)(half & 0x7fff) << 13}, scale = {(uint32_t)(254 - 15) << 23};

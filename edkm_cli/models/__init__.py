@@ -229,15 +229,10 @@ def load_dense(
 
 
 def _from_pretrained(source: ModelSource, **options: Any) -> Any:
+    safe = None if source.gguf_file else True  # never a pickle
+    options |= {**source.options, "use_safetensors": safe, "ignore_mismatched_sizes": True, "output_loading_info": True}
     with loading(source), no_warnings():  # tables of what does not fit: it is named below, in one line
-        model, report = model_files.from_pretrained(
-            source.location,
-            use_safetensors=None if source.gguf_file else True,  # never a pickle
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **source.options,
-            **options,
-        )
+        model, report = model_files.from_pretrained(source.location, **options)
     model_files.require_whole(source.name, model, report)
     if getattr(model, "_hf_peft_config_loaded", False):  # one of the hub's that is an adapter, too
         raise UserError(f"--model {source.name} has an adapter among its files; give the base model, then `edkm merge`")

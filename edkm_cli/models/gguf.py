@@ -51,9 +51,8 @@ def require_whole(name: str, path: Path) -> None:
             if at > len(data):
                 raise ValueError("it ends before its fields do")
     except (struct.error, ValueError, KeyError, OverflowError, RecursionError) as error:
-        raise UserError(
-            f"--model {name} could not be read: {path} is damaged ({named(error)}); fetch it again"
-        ) from error
+        found = f"{path} is damaged ({named(error)})"
+        raise UserError(f"--model {name} could not be read: {found}; fetch it again") from error
 
 
 def require_few_layers(path: str) -> None:

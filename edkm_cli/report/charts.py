@@ -17,6 +17,9 @@ from edkm_cli.export.ownership import GENERATOR, replace_file
 from edkm_cli.report.markup import chart, figure
 
 Point = tuple[float, float]
+Bar = tuple[str, Sequence[tuple[str, float, str]], str]  # label, parts, note
+Cells = dict[tuple[str, str], tuple[float, str]]  # (row, column) -> (value, tooltip)
+Show = Callable[[float], str]  # a value in words
 _MOST_POINTS = 600
 _WIDTH = 1000  # of the page
 _PANEL = (320, 122)  # width and height of a histogram
@@ -120,12 +123,7 @@ def line_colour(index: int) -> str:
 
 
 def bars(
-    rows: Sequence[tuple[str, Sequence[tuple[str, float, str]], str]],
-    *,
-    title: str,
-    show: Callable[[float], str] = figure,
-    reference: float | None = None,
-    caption: str = "",
+    rows: Sequence[Bar], *, title: str, show: Show = figure, reference: float | None = None, caption: str = ""
 ) -> Markup:
     """Horizontal bars of (label, parts, note) on one scale, all positive, with a line at `reference`.
 
@@ -173,14 +171,7 @@ def _wide(words: str) -> float:
     return 7.6 * len(words)
 
 
-def heat_map(
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: dict[tuple[str, str], tuple[float, str]],
-    *,
-    title: str,
-    show: Callable[[float], str],
-) -> Markup:
+def heat_map(rows: Sequence[str], columns: Sequence[str], values: Cells, *, title: str, show: Show) -> Markup:
     """Cells coloured by their value between the smallest and the largest, with each row's mean at its end; on a logarithmic
     scale where one value would leave the others without colour.
 
@@ -198,7 +189,7 @@ def heat_map(
     )  # fmt: skip
 
 
-def scale_of(values: Sequence[float], *, show: Callable[[float], str]) -> Markup:
+def scale_of(values: Sequence[float], *, show: Show) -> Markup:
     """The key of a heat map."""
     return chart("scale_of", scale=_strength(values), show=show)
 

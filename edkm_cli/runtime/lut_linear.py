@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from edkm_cli.packing import Packed, check
+from edkm_cli.packing import Packed, Tile, check
 from edkm_cli.runtime import dispatch
 from edkm_cli.runtime.lut_linear_c import recorded, unwatched
 
@@ -54,9 +54,7 @@ def _table_gradient(grad: Tensor, x: Tensor, indices: Tensor, lut: Tensor, bits:
 
 
 @torch.library.impl(_LIBRARY, "row_scaled_embedding", "CompositeExplicitAutograd")
-def _row_scaled_embedding(
-    ids: Tensor, indices: Tensor, scale: Tensor, columns: int, bits: int, dtype: torch.dtype
-) -> Tensor:
+def _embedding(ids: Tensor, indices: Tensor, scale: Tensor, columns: int, bits: int, dtype: torch.dtype) -> Tensor:
     packed = Packed(indices, scale, None, bits, None)
     check(columns, packed)
     return dispatch.lookup_rows(packed, columns, ids, dtype)
@@ -145,9 +143,7 @@ torch.library.register_autograd(
 )
 
 
-def lut_linear(
-    x: Tensor, indices: Tensor, lut: Tensor, bias: Tensor | None, *, bits: int, tile: tuple[int, int]
-) -> Tensor:
+def lut_linear(x: Tensor, indices: Tensor, lut: Tensor, bias: Tensor | None, *, bits: int, tile: Tile) -> Tensor:
     """x @ W.T + bias for a palettized W: x (..., in) floating, indices (out, bytes) uint8, lut (groups, 2**bits).
 
     `tile`: rows and columns that share a LUT. Differentiable in x, lut and bias. Raises ValueError where shapes do not fit.
@@ -181,7 +177,7 @@ def row_scaled_embedding(
     """Rows `ids` (...) of scale * (index - 2**(bits - 1)), (..., columns) in `dtype`. Raises IndexError for a bad id."""
     if not unwatched(ids):
         return torch.ops.edkm.row_scaled_embedding(ids, indices, scale, columns, bits, dtype)
-    return _row_scaled_embedding(ids, indices, scale, columns, bits, dtype)
+    return _embedding(ids, indices, scale, columns, bits, dtype)
 
 
 def decoded_rows(

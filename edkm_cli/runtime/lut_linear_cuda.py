@@ -28,18 +28,14 @@ _LEAST_CAPABILITY = (8, 0)  # bfloat16 products
 Kernel = Callable[..., None]  # of a number of blocks and the kernel's parameters: addresses and numbers
 
 
-def reads(packed: Packed) -> bool:
-    """Whether the kernel was written for a matrix of this width, tables and layout: tables that span rows, or row scales."""
-    rows_of = packed.tile is None or packed_width(packed.tile[1], packed.bits) == packed.indices.shape[1]
-    return 2 <= packed.bits <= 8 and rows_of and not packed.grouped and packed.table.dtype in DTYPES
-
-
 def takes(x: Tensor, packed: Packed) -> bool:
-    """Whether the kernel was written for these dtypes and shapes, wherever they are."""
+    """Whether the kernel was written for these dtypes and shapes, wherever they are; tables span rows, or scale them."""
     columns, bias = x.shape[-1], packed.bias
     known = x.dtype in (torch.bfloat16, torch.float16) and (bias is None or bias.dtype in DTYPES)
     fits = 0 < x.numel() <= TOKENS * columns and columns % 32 == 0 and packed.indices.shape[0] * columns < 1 << 40
-    return known and fits and reads(packed) and packed.indices.shape[1] == packed_width(columns, packed.bits)
+    spans = packed.tile is None or packed_width(packed.tile[1], packed.bits) == packed.indices.shape[1]
+    written = 2 <= packed.bits <= 8 and spans and not packed.grouped and packed.table.dtype in DTYPES
+    return known and fits and written and packed.indices.shape[1] == packed_width(columns, packed.bits)
 
 
 def settings(x: Tensor, packed: Packed) -> dict[str, int]:

@@ -95,15 +95,7 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         """For vLLM's kernels, none of which is used."""
         return self.moe_quant_config
 
-    def apply(
-        self,
-        layer: Any,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        shared_experts: Any = None,
-        shared_experts_input: Tensor | None = None,
-    ) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *more: Any, **extra: Any) -> Tensor:
         """What the chosen experts give for tokens x (n, hidden)."""
         return torch.ops.edkm.routed_experts(x, topk_weights, topk_ids, layer.layer_name)
 

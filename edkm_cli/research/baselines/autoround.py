@@ -35,23 +35,12 @@ def quantize(task: Task, *, iterations: int = 200, learning_rate: float = 0.0, b
     linears = form.linears(model)
     from auto_round import AutoRound
 
-    length = batches[0].shape[-1]
+    length, together = batches[0].shape[-1], min(batch_size, len(batches))
     scheme = {"bits": task.bits, "group_size": task.group_size or -1, "sym": True, "data_type": "int", "act_bits": 16}
-    tuner = AutoRound(
-        model,
-        load_tokenizer(resolve(model.config._name_or_path)),  # it wants one, though the samples are tokens already
-        scheme=scheme,
-        dataset=batches,
-        iters=iterations,
-        lr=learning_rate or None,
-        seqlen=length,
-        nsamples=len(batches),
-        batch_size=min(batch_size, len(batches)),
-        device_map=str(batches[0].device),
-        seed=task.seed,
-        amp=False,
-        enable_torch_compile=False,
-    )
+    text = {"dataset": batches, "seqlen": length, "nsamples": len(batches), "batch_size": together}
+    how = {"iters": iterations, "lr": learning_rate or None, "seed": task.seed, "device_map": str(batches[0].device)}
+    tokenizer = load_tokenizer(resolve(model.config._name_or_path))  # it wants one, though samples are tokens already
+    tuner = AutoRound(model, tokenizer, scheme=scheme, **text, **how, amp=False, enable_torch_compile=False)
     before = {name: layer.weight.detach().clone() for name, layer in linears.items()}
     tuned, _ = tuner.quantize()
     for name, weight in before.items():
@@ -59,9 +48,6 @@ def quantize(task: Task, *, iterations: int = 200, learning_rate: float = 0.0, b
         if torch.equal(model.get_submodule(name).weight.cpu(), weight.cpu()):
             rule = f"autoround must quantize all linears, but left {name} {tuple(weight.shape)} as it is"
             raise UserError(f"{rule}; auto-round skips widths that are not multiples of 32")
-    return form.outcome(
-        linears,
-        training_tokens=iterations * min(batch_size, len(batches)) * length,
-        calibration_tokens=sum(batch.numel() for batch in batches),
-        note=f"{iterations} iterations a block",
-    )
+    calibrated, note = sum(batch.numel() for batch in batches), f"{iterations} iterations a block"
+    trained = iterations * together * length
+    return form.outcome(linears, training_tokens=trained, calibration_tokens=calibrated, note=note)

@@ -73,13 +73,7 @@ def _leave(layer: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 def quantize_weight(
-    weight: Tensor,
-    hessian: Tensor,
-    form: Uniform,
-    *,
-    order: str = "natural",
-    static_groups: bool = False,
-    damping: float = 0.01,
+    weight: Tensor, hessian: Tensor, form: Uniform, *, order: str, static_groups: bool, damping: float
 ) -> Tensor:
     """The GPTQ rounding of a weight (out, in) to a stored form, for a Hessian (in, in).
 

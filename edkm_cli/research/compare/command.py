@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 
 from edkm_cli import __version__, models
 from edkm_cli.config import TextSettings, build_config
-from edkm_cli.data import parse_source, parse_sources, tokenize, training_tokens
+from edkm_cli.data import parse_source, parse_sources, tokenize
 from edkm_cli.data.cache import Say
-from edkm_cli.data.training import require_held_out, source_identity
+from edkm_cli.data.training import require_held_out, source_identity, training_tokens
 from edkm_cli.environment import hardware, versions
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.export.ownership import cache_paths, read_object, require_apart, require_replaceable, run_paths

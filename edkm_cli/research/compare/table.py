@@ -67,10 +67,8 @@ def _short_names(rows: list[dict[str, Any]]) -> list[str]:
     """A name for each row: of its options those without which two rows, trained or both not, would have the same."""
 
     def named(*hidden: str) -> list[tuple[str, bool]]:
-        return [
-            (f"{display_name(row, *hidden)} {row['granularity']}".rstrip(), bool(row["training_tokens"]))
-            for row in rows
-        ]
+        names = [f"{display_name(row, *hidden)} {row['granularity']}".rstrip() for row in rows]
+        return [(name, bool(row["training_tokens"])) for name, row in zip(names, rows, strict=True)]
 
     hidden: list[str] = []
     different = len(set(named()))
