@@ -10,6 +10,7 @@ import torch
 
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig, build_config
+from edkm_cli.distributed import World
 from edkm_cli.errors import Preempted, UserError
 from edkm_cli.format import QuantizationSpec
 from edkm_cli.hf import load
@@ -27,6 +28,7 @@ from edkm_cli.nn.allocation import (
     tried_bits,
 )
 from edkm_cli.nn.swap import Swap, decoder_bits_per_weight
+from edkm_cli.preflight import plan_run
 from helpers import assert_same_run, settings
 from processes import stop_after
 
@@ -113,6 +115,12 @@ def test_frequent_tokens_of_a_large_vocabulary_get_more_bits(bits, few):
     assert bits < average < bits + 2
     assert bits_by_row(few, 4096) == ([], int(few[0]))
     assert choose_embedding_bits(config, [replace(swaps[0], shape=(4096, 576)), swaps[1]]) in (5, 6)
+
+
+def test_the_number_format_of_tables_is_chosen_for_the_bits_that_linears_will_have():
+    plan = plan_run(CompressConfig(model="llama-3.2-1b"), World())
+    assert plan.average_bits > 3.8  # 3, and what its embeddings save
+    assert plan.config.lut_dtype == "float8_e3m4"  # at 3 bits tables of 16 cost too little
 
 
 def test_embeddings_get_what_leaves_room_for_the_linears():
