@@ -49,3 +49,19 @@ def test_the_file_is_written_where_nobody_reads_what_is_printed(tmp_path, monkey
     with pytest.raises(OSError):  # noqa: PT011 - either of the two
         finish("text", {"a": 1}, tmp_path / "file.json")
     assert json.loads((tmp_path / "file.json").read_text()) == {"a": 1}
+
+
+def test_a_pipe_that_nobody_reads_is_no_fault_of_the_file(tmp_path, monkeypatch):
+    def broken(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("edkm_cli.export.ownership.replace_file", broken)
+    with pytest.raises(BrokenPipeError):
+        finish("text", {"a": 1}, tmp_path / "file.json")
+
+
+def test_of_several_processes_the_first_speaks(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    finish("text", {"a": 1}, tmp_path / "file.json")
+    assert capsys.readouterr().out == ""
+    assert not (tmp_path / "file.json").exists()

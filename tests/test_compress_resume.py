@@ -17,7 +17,7 @@ from edkm_cli.export.directory import FILES, MARKER, OutputDirectory, settle
 from edkm_cli.files import sha256_of
 from edkm_cli.progress import Observer
 from edkm_cli.train.state import CHECKPOINTS, BestStep, Checkpoints
-from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settings
+from helpers import assert_same_run, assert_same_to_rounding, metrics_of, settings, weights_of
 from processes import PATIENCE_SECONDS, stop_after, together, wait_for_steps, was_killed
 
 
@@ -140,6 +140,30 @@ def test_a_finished_run_is_not_run_again(model_directory, text_file, tmp_path):
     config = settings(model_directory, text_file, tmp_path / "out", steps=2)
     first = compress(config, resume=True)
     assert compress(config, resume=True) == json.loads(json.dumps(first))
+
+
+def test_the_last_step_is_measured_and_saved_whatever_divides_it(model_directory, text_file, tmp_path, monkeypatch):
+    saved, save = [], Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda kept, step, *rest: (saved.append(step), save(kept, step, *rest)))
+    compress(settings(model_directory, text_file, tmp_path / "out", steps=3, eval_every=2, save_every=2))
+    assert saved == [2, 3]
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    assert ["perplexity" in json.loads(line) for line in lines] == [False, True, True]
+
+
+def test_a_run_killed_behind_its_last_step_ends_at_the_last_temperature(
+    model_directory, text_file, tmp_path, monkeypatch
+):
+    def configured(name):
+        return settings(model_directory, text_file, tmp_path / name, mode="soft", save_every=1, temperature=0.5)
+
+    compress(configured("whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr("edkm_cli.compress.write_checkpoint", lambda *_, **__: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            compress(configured("killed"))
+    compress(configured("killed"), resume=True)
+    assert weights_of(tmp_path / "killed") == weights_of(tmp_path / "whole")
 
 
 def test_without_steps_it_is_no_matter_how_many_sequences_one_would_see(model_directory, text_file, tmp_path):

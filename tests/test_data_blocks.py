@@ -158,6 +158,7 @@ def test_nothing_makes_no_sequence(cut):
         ((0.4996, 0.4996, 0.0008), 1000, [500, 499, 1]),
         ((0.7, 0.2, 0.1), 10, [7, 2, 1]),
         ((1, 1, 1), 1000, [334, 333, 333]),
+        ((1, 1e-9, 1e-9), 5, [3, 1, 1]),
     ],
 )
 def test_shares_are_those_of_the_weights(weights, cycle, shares):

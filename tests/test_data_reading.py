@@ -8,6 +8,7 @@ import pytest
 from edkm_cli.data import load_documents, parse_source, reading, splits
 from edkm_cli.data.encode import Encoder
 from edkm_cli.data.reading import Part, line_ranges, read_files
+from edkm_cli.data.splits import read_split
 from edkm_cli.errors import UserError
 from helpers import byte_tokenizer
 
@@ -130,6 +131,45 @@ def test_of_a_large_text_the_first_characters_are_held_out_whatever_its_letters(
     )
     assert test + train == whole
     assert len(test) - len(text) < 1000 <= len(test)
+
+
+def test_of_a_large_jsonl_no_record_is_both_trained_on_and_measured(tmp_path, monkeypatch):
+    path = tmp_path / "large.jsonl"
+    path.write_text("".join(json.dumps({"text": f"Record {number}."}) + "\n" for number in range(300)))
+    monkeypatch.setattr(splits, "WHOLE_BYTES", 3000)
+    monkeypatch.setattr(splits, "HELD_OUT_CHARACTERS", 1000)
+    monkeypatch.setattr(reading, "PART_BYTES", 3000)
+    whole, train, test = (list(read_split(parse_source(str(path)), split)) for split in ("all", "train", "test"))
+    every, learnt, measured = ([record for part in parts for record in part.load()] for parts in (whole, train, test))
+    assert measured + learnt == every
+    assert 0 < len(measured) < 60
+    assert sum(part.held_out for part in train) == reading.characters(measured)
+
+
+@pytest.mark.parametrize("lines", [2, 90])
+def test_what_is_held_out_of_small_texts_is_counted_once(tmp_path, monkeypatch, lines):
+    monkeypatch.setattr(reading, "PART_BYTES", 100)
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("A line of a text.\n" * lines)
+    train, test = (list(read_split(parse_source(str(tmp_path)), split)) for split in ("train", "test"))
+    assert sum(part.held_out for part in train) == sum(reading.characters(part.records) for part in test) > 0
+
+
+def test_what_is_held_out_of_a_large_text_is_counted_once(tmp_path, monkeypatch):
+    path = tmp_path / "large.txt"
+    path.write_text("A line of words.\n" * 400)
+    monkeypatch.setattr(splits, "WHOLE_BYTES", 3000)
+    monkeypatch.setattr(splits, "HELD_OUT_CHARACTERS", 1000)
+    monkeypatch.setattr(reading, "PART_BYTES", 1000)
+    train, test = (list(read_split(parse_source(str(path)), split)) for split in ("train", "test"))
+    assert sum(part.held_out for part in train) == sum(reading.characters(part.load()) for part in test) > 0
+
+
+def test_of_two_lines_the_second_is_held_out_however_short(tmp_path):
+    path = tmp_path / "t.txt"
+    path.write_text("x" * 1000 + "\ny\n")
+    train, test = (load_documents(parse_source(str(path)), split) for split in ("train", "test"))
+    assert (train, test) == (["x" * 1000 + "\n"], ["y\n"])
 
 
 def test_of_several_texts_each_is_a_document_also_where_they_are_large(tmp_path, monkeypatch):

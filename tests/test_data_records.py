@@ -141,6 +141,12 @@ def test_an_empty_message_is_no_word_and_a_system_text_stands_beside_lists_too()
     assert only(record, tokenizer=tokenizer()).text.startswith("<|system|>\nBe kind.<end>\n<|user|>")
 
 
+def test_a_system_text_beside_messages_that_have_one_is_left_out():
+    text = only({"messages": TURNS, "system": "Be long."}, tokenizer=tokenizer()).text
+    assert text.count("<|system|>") == 1
+    assert "Be short." in text
+
+
 def test_roles_of_sharegpt_are_those_of_templates():
     turns = zip(("SYSTEM", "Human", "function_call", "observation", "GPT"), "abcde", strict=True)
     record = {"conversations": [{"from": name, "value": value} for name, value in turns]}
@@ -266,6 +272,13 @@ def test_arguments_of_calls_are_json_once(arguments, former):
     assert document.text == "<|user|>?<end>" + wanted
 
 
+def test_what_is_said_beside_a_call_may_be_left_out():
+    said = "{{ m.tool_calls | string if m.tool_calls else m.content }}<end>"
+    silent = tokenizer("{% for m in messages %}" + said + "{% endfor %}")
+    call = {"role": "assistant", "content": "Looking", "tool_calls": [{"function": {"name": "add"}}]}
+    assert "add" in only({"messages": [TURNS[1], call]}, tokenizer=silent, whole=True).text
+
+
 IN_PARTS = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for part in m.content %}{% if part.type == 'text' %}"
     "{{ part.text }}{% endif %}{% endfor %}<end>{% endfor %}"
@@ -278,3 +291,35 @@ def test_a_template_of_parts_gets_parts_and_one_that_leaves_texts_out_is_refused
     deaf = tokenizer("{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}")
     with pytest.raises(UserError, match="it leaves out what the user says"):
         render({"messages": TURNS}, "record 1", tokenizer=deaf, whole=True)
+
+
+def test_thoughts_that_a_template_leaves_out_are_no_answer_left_out():
+    thinking = tokenizer(CHATML.replace("m.content +", "m.content.split('</think>')[-1] +"))
+    turns = [TURNS[1], {"role": "assistant", "content": "<think>deep thought</think>"}]
+    assert "deep" not in only({"messages": turns}, tokenizer=thinking).text
+
+
+def test_a_template_without_a_call_for_an_answer_is_refused():
+    silent = tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
+    with pytest.raises(UserError, match="the answer cannot be told from the prompt"):
+        render({"messages": TURNS[2:3]}, "here", tokenizer=silent)
+
+
+PARTS = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<end>"
+MARKED_PARTS = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.role == 'assistant' %}{% generation %}"
+    + PARTS
+    + "{% endgeneration %}{% else %}"
+    + PARTS
+    + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_marks_of_another_text_than_is_learnt_count_for_nothing():
+    assert answers(only({"messages": TURNS}, tokenizer=tokenizer(MARKED_PARTS))) == ["Yes.<end>", "No.<end>"]
+
+
+def test_marks_of_some_answers_do_not_tell_which_to_leave_out():
+    some = MARKED.replace("m.role == 'assistant' %}{% gen", "m.role == 'assistant' and loop.last %}{% gen")
+    turns = [*TURNS[:2], {**TURNS[2], "weight": 0}, *TURNS[3:]]
+    assert [text.strip() for text in answers(only({"messages": turns}, tokenizer=tokenizer(some)))] == ["No.<end>"]

@@ -16,7 +16,7 @@ from edkm_cli.errors import UserError
 from edkm_cli.evaluate.command import decode_speed, resident_bytes
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.evaluate.size import footprint
-from helpers import byte_tokenizer, cluster, export, logits_of, tiny_llama
+from helpers import byte_tokenizer, cluster, export, logits_of, refused, tiny_llama
 
 
 def test_perplexity_is_that_of_the_protocol():
@@ -70,6 +70,11 @@ def test_a_short_text_is_one_short_window_and_no_text_is_refused():
         tokenize(["a"], byte_tokenizer())
 
 
+def test_a_token_behind_the_last_embedding_is_refused():
+    with pytest.raises(UserError, match="has token 257, the model has 257 embeddings"):
+        perplexity(tiny_llama(), torch.arange(200, 258))
+
+
 def test_training_mode_is_given_back():
     model = tiny_llama().train()
     perplexity(model, torch.arange(9), context=8)
@@ -99,11 +104,25 @@ def test_footprint_of_a_compressed_model_counts_tables_and_scales(tmp_path):
     assert size.parameters == parameters
 
 
+def test_a_dense_head_is_no_part_of_the_decoders_bits(tmp_path):
+    models = {tied: cluster(tiny_llama(tied=tied), embedding_bits=16) for tied in (True, False)}
+    sizes = [footprint(edkm_cli.load(export(*model, tmp_path / str(tied)))) for tied, model in models.items()]
+    assert sizes[0].decoder_bits_per_weight == sizes[1].decoder_bits_per_weight
+
+
 def test_decode_speed_is_a_rate_whatever_the_model_s_own_settings():
     model = tiny_llama()
     model.generation_config.update(stop_strings=["e"], num_beams=2, num_return_sequences=2)
     assert decode_speed(model, torch.arange(8), new_tokens=4) > 0
     assert model.generation_config.num_beams == 2
+
+
+def test_decode_speed_leaves_the_prompt_out(monkeypatch):
+    def seconds(run, device, runs):
+        return 100 + run.keywords["max_new_tokens"] / 8
+
+    monkeypatch.setattr("edkm_cli.evaluate.command.least_seconds", seconds)
+    assert decode_speed(tiny_llama(), torch.arange(8), new_tokens=4) == 8
 
 
 def test_resident_bytes_are_those_of_tables_that_were_made_too(tmp_path):
@@ -130,3 +149,14 @@ def test_a_model_of_the_hub_weighs_what_its_files_do(model_directory, text_file,
     result = json.loads((tmp_path / "e.json").read_text())
     assert result["model_bits_per_weight"] == result["decoder_bits_per_weight"] == 16
     assert result["weights_bytes"] == (snapshot / "model.safetensors").stat().st_size
+
+
+def test_a_damaged_checkpoint_is_refused_before_the_reference_is_read(
+    model_directory, text_file, tmp_path, monkeypatch
+):
+    directory = export(*cluster(tiny_llama()), tmp_path / "one")
+    byte_tokenizer().save_pretrained(directory)
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    monkeypatch.setattr("edkm_cli.evaluate.command.load_any", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert "truncated" in refused("eval", directory, "--reference", model_directory, "--data", text_file)

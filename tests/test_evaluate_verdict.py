@@ -11,7 +11,7 @@ import torch
 
 from edkm_cli.errors import UserError
 from edkm_cli.evaluate.config import EvalConfig
-from edkm_cli.evaluate.layers import compare_layers, record_layers
+from edkm_cli.evaluate.layers import _error, compare_layers, record_layers
 from edkm_cli.evaluate.perplexity import by_position, distribution, perplexity
 from edkm_cli.evaluate.reference import Recorder
 from edkm_cli.evaluate.writing import compare_writing, prompts, write
@@ -106,6 +106,12 @@ def test_matrices_are_compared_beside_routers_that_give_more_than_products(model
     rows = compare_layers(model, torch.arange(40)[None], tmp_path)["matrices"]
     assert any(row["name"].endswith("q_proj") for row in rows)
     assert max(row["error"] for row in rows) < 1e-5
+
+
+def test_rows_without_any_output_have_no_error():
+    wanted = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    assert _error(torch.tensor([[3.0, 9.0], [1.0, 0.0]]), wanted) == 1
+    assert _error(torch.ones(2, 2), torch.zeros(2, 2)) == 0
 
 
 def test_prompts_of_a_template_that_names_the_day_are_the_same_on_every_day():

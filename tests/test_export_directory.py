@@ -108,11 +108,33 @@ def test_a_finished_result_whose_weights_are_not_what_was_written_is_not_taken_f
         again.finished("report.json", {"a": 1}, {})
 
 
+def test_a_finished_run_was_not_held_to_another_limit(tmp_path):
+    committed(tmp_path / "out", report='{"config": {"max_perplexity_ratio": 0}}')
+    again = OutputDirectory(tmp_path / "out", resume=True)
+    assert again.finished("report.json", {"a": 1}, {"max_perplexity_ratio": 0})
+    with pytest.raises(UserError, match=r"max_perplexity_ratio was 0 and is 1\.1"):
+        again.finished("report.json", {"a": 1}, {"max_perplexity_ratio": 1.1})
+
+
 def test_a_place_where_a_disk_is_mounted_is_refused_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "out")
     with pytest.raises(UserError, match="where a disk is mounted"):
         OutputDirectory(tmp_path / "out")
     OutputDirectory(tmp_path / "other")
+
+
+def test_a_parent_that_cannot_be_written_to_is_refused_before_the_work(tmp_path, monkeypatch):
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path and access(path, mode))
+    with pytest.raises(UserError, match="needs a directory that can be written to"):
+        OutputDirectory(tmp_path / "new" / "out")
+
+
+def test_a_link_in_the_place_of_the_unfinished_result_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out.partial").symlink_to("elsewhere")
+    with pytest.raises(UserError, match="is needed for the unfinished result, but is none"):
+        OutputDirectory(tmp_path / "out")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="names are not bytes")

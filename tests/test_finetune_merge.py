@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import edkm_cli
 from edkm_cli.errors import UserError
 from edkm_cli.finetune.merge import cluster_again, decoded_copy, require_mergeable
-from edkm_cli.finetune.session import add_adapter, load_adapter, save_adapter
+from edkm_cli.finetune.session import add_adapter, check_adapter, load_adapter, save_adapter
 from edkm_cli.format import read_spec
 from edkm_cli.nn.clustered import Clustering, clustered_layers
 from families import family
@@ -102,6 +102,13 @@ def test_an_adapter_that_is_not_finite_is_refused(tmp_path):
     next(parameter for name, parameter in model.named_parameters() if "lora_B" in name).data[0, 0] = torch.nan
     with pytest.raises(UserError, match="must be finite"):
         merge()
+
+
+def test_an_adapter_that_waits_for_certain_tokens_is_refused(tmp_path):
+    (tmp_path / "adapter_model.safetensors").touch()
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "alora_invocation_tokens": [1]}')
+    with pytest.raises(UserError, match=r"must hold a LoRA adapter, but .* holds 'aLoRA'"):
+        check_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["one lacks", "other names", "fewer modules"])

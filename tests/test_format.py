@@ -1,13 +1,14 @@
 """The checkpoint's schema and files: specs refuse what they do not know, bytes are safetensors' own."""
 
 import json
+import os
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from edkm_cli.errors import UserError
-from edkm_cli.files import safetensors_writer, verify_checksums, write_checksums
+from edkm_cli.files import read_json, safetensors_writer, verify_checksums, write_checksums, written_whole
 from edkm_cli.format import QuantizationSpec, read_spec
 
 GOOD = {
@@ -36,6 +37,8 @@ def test_a_spec_survives_its_mapping():
         ({"granularity": "col:1"}, "granularity must be"),
         ({"lut_dtype": "int4"}, "lut_dtype must be one of"),
         ({"embedding_bits": 1}, "embedding_bits must be"),
+        ({"embedding_bits": 16}, "embedding_bits must be 2 to 8 or null, got 16"),
+        ({"format_version": 0}, "format_version must be 1, got None"),
         ({"format_version": 2}, "format_version must be 1"),
         ({"format_version": 3}, "format_version must be 1"),
         ({"embedding_group": 8}, "format_version must be 3"),
@@ -77,6 +80,19 @@ def test_all_faults_of_a_spec_are_reported_at_once():
         QuantizationSpec.from_mapping({**GOOD, "bits": 0, "granularity": "row:0"})
 
 
+def test_bits_that_all_have_leave_no_others():
+    spec = QuantizationSpec(3, "row:1", "float16")
+    assert spec.with_bits({"a": 4, "b": 3}).module_bits == {"a": 4}
+    assert spec.with_bits({"a": 4}).with_bits({"a": 3}) == spec
+
+
+def test_parts_of_an_embedding_end_before_its_last_row():
+    spec = QuantizationSpec(3, "row:1", "float16", embedding_bits=4, embedding_rows=[[8, 5]])
+    assert [part.end for part in spec.embedding_parts(9)] == [8, 9]
+    with pytest.raises(UserError, match="must end before row 8"):
+        spec.embedding_parts(8)
+
+
 def test_a_directory_without_quantization_is_no_checkpoint_of_ours(tmp_path):
     assert read_spec(tmp_path) is None
     (tmp_path / "config.json").write_text("{}")
@@ -114,12 +130,29 @@ def test_an_unfinished_file_never_appears(tmp_path):
     with pytest.raises(ZeroDivisionError), safetensors_writer(path, announced) as write:
         write("a", torch.zeros(2) / (1 // 0))
     assert not path.exists()
-    assert {file.name for file in tmp_path.iterdir()} <= {"model.safetensors.tmp"}
+    assert {file.name for file in tmp_path.iterdir()} == set()
     with safetensors_writer(path, announced) as write:
         write("a", torch.zeros(2))
         write("b", torch.ones(2))
         assert not path.exists()  # until it is whole
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_file_is_synced_before_it_takes_its_name(tmp_path, monkeypatch):
+    done = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, name=name, call=call: (done.append(name), call(*args)))
+    with written_whole(tmp_path / "a.json") as partial:
+        partial.write_text("{}")
+    assert done == ["fsync", "replace"]
+
+
+def test_json_that_memory_should_not_hold_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("edkm_cli.files._MAX_JSON_BYTES", 10)
+    (tmp_path / "a.json").write_text('{"a": 12345}')
+    with pytest.raises(UserError, match=r"12 bytes are more than the 10 that are read.*again"):
+        read_json(tmp_path / "a.json", remedy="write it again")
 
 
 def test_the_writer_refuses_what_was_not_announced(tmp_path):

@@ -27,7 +27,7 @@ from edkm_cli.nn.hooks import decoder_layers
 from edkm_cli.nn.swap import palettize_embeddings, plan_swaps
 from edkm_cli.runtime.experts import split_experts
 from families import FAMILIES, family
-from helpers import clustered_linear_of, importance_of, settings, tiny_llama, tiny_qwen
+from helpers import cluster, clustered_linear_of, importance_of, settings, tiny_llama, tiny_qwen
 
 
 def texts(count, length, seed=0):
@@ -171,6 +171,7 @@ class Killed(Exception):
 
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_a_killed_start_goes_on_with_the_layer_it_was_in(done, tmp_path, monkeypatch):
+    monkeypatch.setattr("edkm_cli.initialize.reconstruct._TOKENS_A_STEP", 32)  # a text a step: their order counts
     source = saved(tiny_llama(), tmp_path / "model")
     recipe = recipe_of(tiny_llama())
     texts_of = {"calibration": texts(2, 48), "fitting": texts(3, 32, seed=1)}
@@ -219,6 +220,22 @@ def test_a_layer_that_was_damaged_begins_the_start_anew(tmp_path):
     kept = KeptStart(tmp_path / "start", ALONE)
     assert kept.begun() is None
     assert_same(initialize(opened(source), recipe, **texts_of, kept=kept), expected)
+
+
+def test_random_numbers_go_on_where_the_start_was_written(tmp_path):
+    model, kept = cluster(tiny_llama())[0], KeptStart(tmp_path / "start", ALONE)
+    kept.write(model, {})
+    wanted = torch.rand(4)
+    kept.fill(model)
+    assert torch.equal(torch.rand(4), wanted)
+    kept.begin({}, {})
+    wanted = torch.rand(4)
+    assert KeptStart(tmp_path / "start", ALONE).begun() is not None
+    assert torch.equal(torch.rand(4), wanted)
+    kept.add("layer", model.model.layers[0], {})
+    wanted = torch.rand(4)
+    assert KeptStart(tmp_path / "start", ALONE).begun()[0] == 1
+    assert torch.equal(torch.rand(4), wanted)
 
 
 def test_a_model_in_files_can_be_called_and_read_as_a_whole(tmp_path):

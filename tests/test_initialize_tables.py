@@ -1,12 +1,14 @@
-"""Tables fitted to outputs: against least squares written out in float64."""
+"""Tables fitted to outputs: against least squares written out in float64; and the range of their number formats."""
 
 import pytest
 import torch
 
 from edkm_cli.clustering import lookup
+from edkm_cli.errors import UserError
 from edkm_cli.granularity import Granularity
 from edkm_cli.initialize import compensate as fitting
 from edkm_cli.initialize.compensate import fits_tables, fitted_tables
+from helpers import cluster, tiny_llama
 
 
 def case(rows, columns, granularity, k=4, tokens=60):
@@ -62,3 +64,20 @@ def test_the_output_error_falls_and_entries_nobody_chose_stay():
 )
 def test_tables_that_depend_on_one_another_are_left(granularity, shape, fits):
     assert fits_tables(Granularity.parse(granularity), shape) == fits
+
+
+def test_weights_that_tables_do_not_reach_are_refused_with_a_number_format_that_does():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1e8)
+    rule = r"float16 tables reach 65504, but model\.layers\.1\.mlp\.up_proj needs .*bfloat16"
+    with pytest.raises(UserError, match=rule):
+        cluster(model)
+
+
+def test_weights_that_scaled_tables_do_not_reach_are_refused_with_a_scale():
+    rule = (
+        r"tables with --lut-scale 0\.000976562 reach 0\.4375, but model\.layers\.0\..* needs .*; use --lut-scale 0\.0"
+    )
+    with pytest.raises(UserError, match=rule):
+        cluster(tiny_llama(), lut_dtype="float8_e4m3fn", lut_scale=2.0**-10)

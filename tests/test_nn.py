@@ -14,7 +14,9 @@ from edkm_cli.initialize.importance import _Collector
 from edkm_cli.nn.clustered import Clustering, clustered_layers
 from edkm_cli.nn.hooks import hooked
 from edkm_cli.nn.swap import check_geometry, decoder_bits_per_weight, plan_swaps
+from edkm_cli.packing import Packed
 from edkm_cli.runtime.embeddings import PalettizedEmbedding, PalettizedHead
+from edkm_cli.runtime.lut_linear import decoded_rows
 from families import family
 from helpers import cluster, clustered_linear_of, importance_of, tiny_llama, tiny_qwen
 
@@ -170,6 +172,13 @@ def test_rows_of_an_embedding_have_bits_of_their_own(tied, dtype):
         for wrong in (-1, 257):
             with pytest.raises(IndexError):
                 module(torch.tensor([wrong, 5]))
+
+
+@pytest.mark.parametrize("ids", [[7, 8], [-1, 0], [-5], [11]])
+def test_an_id_outside_of_all_parts_of_an_embedding_is_refused(ids):
+    parts = [Packed(torch.ones(4, 8, dtype=torch.uint8), torch.ones(4, 1), None, 8, None)] * 2
+    with pytest.raises(IndexError):
+        decoded_rows(torch.tensor(ids), parts, None, columns=8, dtype=torch.float32)
 
 
 def test_activation_importance_is_the_mean_squared_input(ids):

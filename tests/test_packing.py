@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from edkm_cli.packing import as_kept, as_numbers, pack, packed_width, unpack
+from edkm_cli.packing import Packed, as_kept, as_numbers, check, fault, pack, packed_width, to_stored, unpack
 
 
 def oracle(indices: np.ndarray, bits: int) -> np.ndarray:
@@ -45,3 +45,18 @@ def test_a_table_of_eight_bits_is_kept_in_float16_unless_that_would_round_it(sto
         assert kept.dtype == dtype
         assert torch.equal(kept.double(), as_numbers(stored).double() * 2.0**power)
     assert torch.equal(as_kept(stored, None).float(), as_numbers(stored))
+
+
+def test_a_table_that_is_not_finite_and_factors_that_are_not_positive_are_faults():
+    stored = to_stored(torch.tensor([float("nan"), float("inf"), -float("inf")]), "float8_e3m4")
+    assert bool(as_numbers(stored).isnan().all())
+    assert fault("lut", stored) == "finite, but holds NaN or Inf"
+    assert fault("factors", torch.tensor([1.0, 0.0])) == "positive"
+
+
+def test_a_table_in_float64_and_a_tile_without_rows_are_refused():
+    packed = Packed(torch.zeros(12, 15, dtype=torch.uint8), torch.zeros(12, 1, dtype=torch.float64), None, 3, None)
+    with pytest.raises(ValueError, match="the table must be"):
+        check(40, packed)
+    with pytest.raises(ValueError, match="must divide"):
+        check(40, packed._replace(tile=(0, 40)))

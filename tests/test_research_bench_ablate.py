@@ -81,6 +81,11 @@ def test_the_plot_is_a_picture_with_a_bar_for_each_technique(result, tmp_path):
     assert "--plot must name a .svg file" in refused("ablate", "--plot", tmp_path / "ablation.png")
 
 
+def test_a_plot_that_is_the_result_file_is_refused(tmp_path):
+    file = tmp_path / "a.svg"
+    assert "--plot must be apart" in refused("ablate", "--width", 8, "--learners", 1, "--plot", file, "--json", file)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

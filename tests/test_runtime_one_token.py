@@ -129,6 +129,19 @@ def test_tables_that_are_given_other_memory_are_read_there(llama, monkeypatch):
     torch.testing.assert_close(run(llama, monkeypatch, shortcut=True)[0], expected, rtol=1e-4, atol=1e-4)
 
 
+def test_tables_made_of_parts_that_are_changed_in_place_are_made_again(tmp_path, monkeypatch):
+    packed = cluster(tiny_llama(hidden=128, inner=176), lut_dtype="float8_e4m3fn")
+    model = edkm_cli.load(export(*packed, tmp_path), dtype="float32")
+    before = run(model, monkeypatch, shortcut=True)[0]
+    assert model.base_model._shortcut._step is not None
+    for module in model.modules():
+        if isinstance(module, PalettizedLinear):
+            module.lut_scale.mul_(1.25)
+    found, expected = (run(model, monkeypatch, shortcut=shortcut)[0] for shortcut in (True, False))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, before, atol=1e-2)
+
+
 def test_a_window_of_mistral_s_is_kept_to(tmp_path, monkeypatch):
     mistral = family(
         "mistral", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32, sliding_window=8
@@ -283,6 +296,18 @@ def test_a_class_whose_forward_somebody_changed_is_asked(directories, monkeypatc
     decoder = transformers.LlamaModel
     monkeypatch.setattr(decoder, "forward", lambda self, *args, **kwargs: calls.append("decoder"))
     assert model.model(PROMPT) is None
+
+
+def test_a_decoder_whose_forward_somebody_changed_is_asked_for_one_token_too(llama, monkeypatch):
+    _, cache = run(llama, monkeypatch, shortcut=True)
+    monkeypatch.setattr(transformers.LlamaModel, "forward", lambda self, *args, **kwargs: None)
+    with torch.no_grad():
+        assert llama.model(input_ids=torch.tensor([[3]]), past_key_values=cache, use_cache=True) is None
+
+
+def test_the_shortcut_can_be_turned_off(directories, monkeypatch):
+    monkeypatch.setenv("EDKM_ONE_TOKEN", "0")
+    assert not hasattr(edkm_cli.load(directories["llama"]).base_model, "_shortcut")
 
 
 def test_the_default_device_is_not_asked(llama):

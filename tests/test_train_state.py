@@ -1,4 +1,4 @@
-"""What is not finite is never saved, and what does not train is not restored."""
+"""What is not finite is never saved, and what does not train is not restored; random numbers are."""
 
 import pytest
 import torch
@@ -43,3 +43,12 @@ def test_a_checkpoint_outlives_a_damaged_one_of_a_later_step(tmp_path):
     assert checkpoints.load_newest(model, optimizer) == 0
     checkpoints.save(60, model, optimizer)
     assert checkpoints.load_newest(model, optimizer) == 60
+
+
+def test_random_numbers_go_on_where_the_checkpoint_was_written(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    Checkpoints(tmp_path, keep=1).save(1, model, optimizer)
+    wanted = torch.rand(4)
+    Checkpoints(tmp_path, keep=1).load_newest(model, optimizer)
+    assert torch.equal(torch.rand(4), wanted)
