@@ -159,10 +159,11 @@ class TrainingSettings:
     # fmt: off
     output: str = setting("out", "Directory for the compressed model.", OUTPUT, "--output", "-o")
     steps: int = setting(100, "Optimizer steps; 0 compresses without training.", TRAINING, minimum=0)
-    learning_rate: float = setting(2e-4, "Highest learning rate of weights, norms and biases.", TRAINING,
-        "--learning-rate", "--lr", positive=True, maximum=1e30)
-    lut_learning_rate: float = setting(2e-4, "Highest learning rate of the lookup tables.", TRAINING, positive=True,
-        maximum=1e30)
+    learning_rate: float | None = setting(None, "Highest learning rate of weights, norms and biases; default: 2e-4, of "
+        "matrices of less than 0.15 (root mean square) as much less.", TRAINING, "--learning-rate", "--lr",
+        positive=True, maximum=1e30)
+    lut_learning_rate: float | None = setting(None, "Highest learning rate of the lookup tables; default: 2e-4, where "
+        "their entries are below 0.25 as much less.", TRAINING, positive=True, maximum=1e30)
     warmup: float = setting(0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0,
         maximum=1)
     weight_decay: float = setting(0.0, "Weight decay of the compressed weights.", TRAINING, minimum=0)

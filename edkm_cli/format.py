@@ -172,7 +172,7 @@ class QuantizationSpec:
         lut_bits = table_numbers(self.palette, bits) * 8 * self.torch_lut_dtype.itemsize
         per_weight = bits + lut_bits / (tile_rows * tile_columns)
         numbers = table_numbers(self.palette, bits) if self.lut_dtype == "int8" else 0
-        return out_features * in_features * (per_weight + 16 * numbers / SUPER_BLOCK) + 32 * self.scales_luts
+        return out_features * in_features * (per_weight + 16 * numbers / SUPER_BLOCK)
 
     @property
     def scales_luts(self) -> bool:

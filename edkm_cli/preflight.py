@@ -129,11 +129,12 @@ class RunPlan:
     @property
     def waiting_bytes(self) -> int:
         """Temporary files of the start on this machine: what enters each layer in calibration, or all records of one layer
-        in reconstruction, whose widest are a few times as wide as the model."""
+        in reconstruction: some states, and what enters and leaves its matrices."""
         weighed = self.config.calibration_tokens if self.config.importance != "none" else 0
         texts = len(decoder_layers(self.skeleton)) * (weighed or 0)
-        records = 10 * processes_here() * (self.config.start_tokens or 0)
-        return max(texts, records) * self.width * getattr(torch, self.config.dtype).itemsize * self.by_layer
+        widths = 8 * self.width + max((swap.shape[1] for swap in self.clustered), default=0)
+        records = widths * processes_here() * (self.config.start_tokens or 0)
+        return max(texts * self.width, records) * getattr(torch, self.config.dtype).itemsize * self.by_layer
 
     @property
     def width(self) -> int:

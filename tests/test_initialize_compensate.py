@@ -13,7 +13,15 @@ from edkm_cli.clustering import kmeans_start, lookup, nearest_indices, snap
 from edkm_cli.compress import compress
 from edkm_cli.config import CompressConfig
 from edkm_cli.errors import UserError
-from edkm_cli.initialize.compensate import compensate, compensated, fitted_tables, inverse_factor, row_entries
+from edkm_cli.granularity import Granularity
+from edkm_cli.initialize.compensate import (
+    compensate,
+    compensated,
+    damping_of,
+    fitted_tables,
+    inverse_factor,
+    row_entries,
+)
 from edkm_cli.kernels import passes_torch
 from edkm_cli.nn.clustered import clustered_layers
 from helpers import cluster, kl_divergence, tiny_llama
@@ -149,6 +157,25 @@ def test_the_model_comes_nearer_to_the_one_it_came_from(granularity):
         assert torch.equal(layer.centroids, centroids[name]) != fitted, name
 
 
+@pytest.mark.parametrize(("columns", "tokens"), [(64, 64), (64, 32)])
+def test_fewer_tokens_than_columns_are_damped_so_that_other_text_is_served_too(columns, tokens):
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(columns, columns, generator=generator) * torch.arange(1, columns + 1) ** -0.25
+    text, other = (torch.randn(count, columns, generator=generator) @ mixing for count in (tokens, 4096))
+    weight = torch.randn(64, columns, generator=generator)
+    entries = torch.linspace(-2, 2, 8).repeat(64, 1, 1)
+    hessian, errors, by_row = text.t() @ text, [], Granularity.parse("row:1")
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    for damping in (0.01, damping_of(0.01, columns, tokens)):
+        factor = inverse_factor(hessian[order][:, order], damping=damping).float()
+        indices = nearest_indices(compensated(weight, entries, factor, order), entries[:, 0], granularity=by_row)
+        errors.append(
+            float((other @ (lookup(indices, entries[:, 0], granularity=by_row) - weight).t()).square().mean())
+        )
+    assert errors[1] < 0.95 * errors[0]
+    assert damping_of(0.01, 576, 8192) == 0.01  # many tokens say enough
+
+
 def test_all_layers_are_visited_once_and_see_compensated_inputs():
     model = tiny_llama(hidden=64, inner=128)
     cluster(model, bits=2)
@@ -167,14 +194,15 @@ def test_all_layers_are_visited_once_and_see_compensated_inputs():
     x = found["x"].reshape(-1, last.in_features)
     hessian = x.t() @ x
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    factor = inverse_factor(hessian[order][:, order])
+    damping = damping_of(0.01, 128, 32)
+    factor = inverse_factor(hessian[order][:, order], damping=damping)
     reference, _ = cluster(tiny_llama(hidden=64, inner=128), bits=2)
     start = list(clustered_layers(reference).values())[-1]
     weight, granularity = start.weight.detach(), start.clustering.granularity
     with torch.no_grad():
         expected = compensated(weight, row_entries(start), factor, order)
         indices = nearest_indices(expected, start.lut(), granularity=granularity)
-        damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(len(hessian))
+        damped = hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian))
         for _ in range(2):  # tables fitted, then choices improved
             start.centroids.copy_(fitted_tables(weight @ hessian, indices, hessian, start.centroids))
             errors = (lookup(indices, start.lut(), granularity=granularity) - weight) @ damped

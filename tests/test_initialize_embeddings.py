@@ -56,7 +56,7 @@ def one_by_one(weight, moment, scale, low, high, damping):
 def test_levels_are_those_of_the_reference(tied, damping):
     weight, moment, about = problem()
     swaps = [Swap("embed", "embedding", (30, 16)), Swap("lm_head", "head", (30, 16), tied=tied)]
-    rounding = compensating_rounding(swaps, {"lm_head": moment})
+    rounding = compensating_rounding(swaps, {"lm_head": moment}, 1 << 20)
     assert list(rounding) == ["embed" if tied else "lm_head"]
     found, _ = next(iter(rounding.values())).levels(weight, *about, -8, 7)
     assert torch.equal(found, one_by_one(weight, moment, steps_of(about), -8, 7, damping))
@@ -67,7 +67,7 @@ def test_an_input_embedding_is_rounded_by_the_gradients_in_its_rows(tied):
     weight, entering, about = problem(4)
     leaving = problem(5)[1]
     swaps = [Swap("embed", "embedding", (30, 16)), Swap("lm_head", "head", (30, 16), tied=tied)]
-    rounding = compensating_rounding(swaps, {"embed": entering, "lm_head": leaving})
+    rounding = compensating_rounding(swaps, {"embed": entering, "lm_head": leaving}, 1 << 20)
     assert set(rounding) == ({"embed"} if tied else {"embed", "lm_head"})
     cost = leaving + 2 * entering if tied else entering
     found, errors = rounding["embed"].levels(weight, *about, -8, 7)
@@ -78,7 +78,7 @@ def test_an_input_embedding_is_rounded_by_the_gradients_in_its_rows(tied):
 
 def test_logits_are_nearer_than_with_each_number_rounded_by_itself():
     weight, moment, about = problem(1)
-    (rounding,) = compensating_rounding([HEAD], {"lm_head": moment}).values()
+    (rounding,) = compensating_rounding([HEAD], {"lm_head": moment}, 1 << 20).values()
 
     def error(levels):
         difference = levels * steps_of(about) - weight
@@ -88,10 +88,10 @@ def test_logits_are_nearer_than_with_each_number_rounded_by_itself():
 
 
 def test_without_inputs_or_with_a_dense_head_numbers_are_rounded_by_themselves():
-    assert compensating_rounding([HEAD], {}) == {}
+    assert compensating_rounding([HEAD], {}, 1 << 20) == {}
     dense = Swap("lm_head", "head", (30, 16), reason="matches --skip")
     assert rounded_embeddings([dense]) == {}
-    assert compensating_rounding([dense], {"lm_head": torch.eye(16)}) == {}
+    assert compensating_rounding([dense], {"lm_head": torch.eye(16)}, 1 << 20) == {}
 
 
 def test_a_model_keeps_its_logits_better(ids):
@@ -127,7 +127,7 @@ def error(head, weight, moment):
 def test_large_columns_get_longer_steps_that_make_all_others_finer():
     weight, moment, _ = problem(2)
     weight[:, 3] *= 6
-    (rounding,) = compensating_rounding([HEAD], {"lm_head": moment}).values()
+    (rounding,) = compensating_rounding([HEAD], {"lm_head": moment}, 1 << 20).values()
     with_them, without = packed_head(weight, rounding), packed_head(weight, rounding._replace(powers=(0.0,)))
     assert with_them.factors.argmax() == 3
     assert float(with_them.factors[3]) > 1.5 * float(with_them.factors.median())
@@ -138,7 +138,7 @@ def test_large_columns_get_longer_steps_that_make_all_others_finer():
 def test_factors_are_those_of_the_least_error():
     weight, moment, _ = problem(7)
     weight *= torch.logspace(-0.3, 0.5, 16)
-    (rounding,) = compensating_rounding([HEAD], {"lm_head": moment}).values()
+    (rounding,) = compensating_rounding([HEAD], {"lm_head": moment}, 1 << 20).values()
     damped = moment + 0.01 * moment.diagonal().mean() * torch.eye(16)
     heads = [packed_head(weight, rounding._replace(powers=(power,))) for power in rounding.powers]
     errors = [float(error(head, weight, damped).sum()) for head in heads]
@@ -148,7 +148,7 @@ def test_factors_are_those_of_the_least_error():
 
 def test_each_row_takes_the_step_that_keeps_its_logits_best():
     weight, moment, _ = problem(3)
-    (rounding,) = compensating_rounding([HEAD], {"lm_head": moment}).values()
+    (rounding,) = compensating_rounding([HEAD], {"lm_head": moment}, 1 << 20).values()
     rounding = rounding._replace(powers=(0.0,))
     damped = moment + 0.01 * moment.diagonal().mean() * torch.eye(16)
     heads = [packed_head(weight, rounding._replace(tops=(top,)), bits=3) for top in rounding.tops]

@@ -72,8 +72,8 @@ def plain_start(model, recipe, calibration, fitting):
     for name in names:
         clustering, linear = replace(recipe.clustering, bits=bits[name]), model.get_submodule(name)
         model.set_submodule(name, clustered_linear_of(linear, clustering, importance=importance.get(name), name=name))
-    spec = recipe.spec.with_bits(bits)
-    palettize_embeddings(model, recipe.swaps, spec, compensating_rounding(recipe.swaps, importance))
+    spec, tokens = recipe.spec.with_bits(bits), sum(batch.numel() for batch in calibration)
+    palettize_embeddings(model, recipe.swaps, spec, compensating_rounding(recipe.swaps, importance, tokens))
     reconstruct(model, fitting, passes=recipe.passes, seed=recipe.seed)
     if recipe.holds:
         hold(model)

@@ -29,6 +29,25 @@ def test_only_clustered_weights_decay_and_tables_have_their_own_rate():
     assert {id(p) for group in (weights, luts, other) for p in group["params"]} == trained
 
 
+def test_smaller_weights_and_entries_get_a_smaller_rate_by_default():
+    """A model whose weights are a tenth as large trains as fast, relative to them; norms are as large in all models."""
+    rates = []
+    for size in (1.0, 0.1):
+        model = tiny_llama(bias=True)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "proj.weight" in name:
+                    parameter.mul_(size * 0.4 / parameter.square().mean().sqrt())
+        model, _ = cluster(model)
+        rates.append([group["lr"] for group in build_optimizer(model, CompressConfig(), World()).param_groups])
+    assert rates[0] == [2e-4, 2e-4, 2e-4]
+    assert rates[1][0] == pytest.approx(2e-4 * 0.04 / 0.15, rel=0.01)
+    assert 1e-5 < rates[1][1] < 4e-5
+    assert rates[1][2] == 2e-4
+    given = build_optimizer(model, CompressConfig(learning_rate=1e-3, lut_learning_rate=1e-2), World())
+    assert [group["lr"] for group in given.param_groups] == [1e-3, 1e-2, 1e-3]  # as somebody said
+
+
 def test_the_rate_rises_linearly_then_falls_along_a_cosine():
     factors = [learning_rate_factor(step, 100, 0.1) for step in range(100)]
     assert factors[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])

@@ -211,7 +211,7 @@ class Rehearsal:
             take("", layers.model, found)
         return found
 
-    def _rounding_of(self, swaps: Sequence[Swap], moments: dict[str, Tensor]) -> dict[str, Rounding]:
+    def _rounding_of(self, swaps: Sequence[Swap], moments: dict[str, Tensor], tokens: int) -> dict[str, Rounding]:
         """`compensating_rounding`: four float64 matrices factor the products; the weight is held in units of its factors, in
         another order, and as a result, the entries of its rows as they are sorted, with their places."""
 

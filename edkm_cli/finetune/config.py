@@ -49,8 +49,8 @@ class FinetuneConfig(TrainingSettings, TextSettings):
     gradient_checkpointing: bool | None = as_in_compress("gradient_checkpointing",
         help="Save memory: compute activations again in the backward pass; default: with --train tables.")
     steps: int = as_in_compress("steps", help="Optimizer steps.", minimum=1)
-    learning_rate: float = as_in_compress("learning_rate", help="Highest learning rate of LoRA matrices or norms.")
-    lut_learning_rate: float = as_in_compress("lut_learning_rate", help="Highest learning rate with --train tables.")
+    learning_rate: float = as_in_compress("learning_rate", 2e-4, help="Highest learning rate of LoRA matrices or norms.")
+    lut_learning_rate: float | None = as_in_compress("lut_learning_rate")
     weight_decay: float = as_in_compress("weight_decay", help="Weight decay of an adapter's updates.")
     dtype: str = as_in_compress("dtype", help="Number format of activations; updates and tables keep theirs.",
         choices={"auto": "bfloat16 on a GPU, else float32", **dict.fromkeys(DTYPES, "")})
@@ -99,8 +99,8 @@ class MergeConfig:
         help="How often the fit of each decoder layer goes over these tokens; 0: closed form only.")
     steps: int = as_in_compress("steps", 20,
         help="Optimizer steps in which the fitted model learns from the adapted one; 0 needs less memory.")
-    learning_rate: float = as_in_compress("learning_rate")
-    lut_learning_rate: float = as_in_compress("lut_learning_rate")
+    learning_rate: float | None = as_in_compress("learning_rate")
+    lut_learning_rate: float | None = as_in_compress("lut_learning_rate")
     batch_size: int = as_in_compress("batch_size")
     sequence_length: int = as_in_compress("sequence_length", 512)
     label_weight: float | None = as_in_compress("label_weight",

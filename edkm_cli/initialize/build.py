@@ -176,7 +176,8 @@ def initialize(
         importance = steps.collect(layers, names, list(calibration), take, by_layer=by_layer, **options)
         bits = tables.choose()
     recipe = tables.recipe = replace(recipe, spec=recipe.spec.with_bits(bits))
-    rounding = steps.rounding(recipe.swaps, {name: importance.pop(name) for name in ends if name in importance})
+    moments = {name: importance.pop(name) for name in ends if name in importance}
+    rounding = steps.rounding(recipe.swaps, moments, sum(batch.numel() for batch in calibration))
 
     def prepare(path: str, part: nn.Module) -> None:
         tables.add(path, part, importance)

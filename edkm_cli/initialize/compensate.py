@@ -28,6 +28,7 @@ PART_BYTES = 2**26  # of products of one part of the rows
 _RIDGE = 1e-6  # entries that no weight chose stay where they are
 _LAZY_COLUMNS = 128
 _DAMPING = 0.01
+_DAMPING_BY_TOKENS = 0.1  # at the least, times columns by tokens: what few tokens say of many columns is chance
 _DAMPING_OF_CORRECTIONS = 0.2  # no first tokens in the mean diagonal, and more unknowns for the same text; docs/log.md
 _ROUNDS = 2  # of tables fitted and choices improved; a third changes one choice in a hundred
 _MOST_ENTRIES = 64  # of a table that is improved: more leave little to gain, and each is tried
@@ -111,6 +112,11 @@ def _inverted(lower: Tensor) -> Tensor:
     return lower
 
 
+def damping_of(least: float, columns: int, tokens: int) -> float:
+    """The share of the mean diagonal that is added to an H of so many tokens."""
+    return max(least, _DAMPING_BY_TOKENS * columns / max(tokens, 1))
+
+
 def _damped(hessian: Tensor, damping: float) -> Tensor:
     """A copy with `damping` of the mean diagonal added to the diagonal. An input that is always zero counts a little: its
     column is rounded to nearest."""
@@ -164,7 +170,7 @@ class Compensation:
     def __init__(self, world: World = ALONE, corrections: Corrections | None = None, progress: Iterator | None = None):
         self._kept: dict[tuple[Any, str], Tensor] = {}  # what this process keeps of a sharded layer's parameters
         self._world, self._progress, self._corrections = world, progress or iter(()), corrections
-        self._damping = _DAMPING if corrections is None else _DAMPING_OF_CORRECTIONS
+        self._damping = self._least = _DAMPING if corrections is None else _DAMPING_OF_CORRECTIONS
         self._done: set[Any] = set()
         self._input: Tensor | None = None
         self._hessian = self._factor = self._order = torch.empty(0)
@@ -183,6 +189,7 @@ class Compensation:
     def _compensate(self, layer: ClusteredLinear, inputs: tuple[Tensor, ...]) -> None:
         if inputs[0] is not self._input:
             self._input = inputs[0]
+            self._damping = damping_of(self._least, layer.in_features, inputs[0].numel() // layer.in_features)
             if self._corrections is None:
                 x = inputs[0].reshape(-1, layer.in_features).float()  # (tokens, in)
                 self._hessian = x.t() @ x

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from edkm_cli.initialize.compensate import compensated, inverse_factor
+from edkm_cli.initialize.compensate import compensated, damping_of, inverse_factor
 from edkm_cli.nn.swap import EMBEDDING, HEAD, Swap
 from edkm_cli.precision import float32_products
 from edkm_cli.runtime.embeddings import Rounding
@@ -44,9 +44,10 @@ def cost_of_errors(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) -> dict
     return {embedding.name: (moments[head.name] + _ENTERING * moments[embedding.name], _DAMPING)}
 
 
-def compensating_rounding(swaps: Sequence[Swap], moments: Mapping[str, Tensor]) -> dict[str, Rounding]:
-    """How to round the embeddings that `cost_of_errors` knows, by their paths."""
-    return {name: _rounding(*cost) for name, cost in cost_of_errors(swaps, moments).items()}
+def compensating_rounding(swaps: Sequence[Swap], moments: Mapping[str, Tensor], tokens: int) -> dict[str, Rounding]:
+    """How to round the embeddings that `cost_of_errors` knows, by their paths; `moments` are of so many tokens."""
+    costs = cost_of_errors(swaps, moments).items()
+    return {name: _rounding(moment, damping_of(least, len(moment), tokens)) for name, (moment, least) in costs}
 
 
 def _rounding(moment: Tensor, damping: float) -> Rounding:

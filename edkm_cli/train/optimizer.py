@@ -16,19 +16,21 @@ device, so the rounding has to be a function of the state.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from edkm_cli.config import TrainingSettings
-from edkm_cli.distributed import World, local
+from edkm_cli.distributed import World, full, local
 from edkm_cli.nn.clustered import clustered_layers, lut_layers
 
 _MOMENT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 4, torch.float64: 8}
 _MASTER_BYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4, torch.float64: 0}
 _BETAS = (0.9, 0.95)
+_RATE = 2e-4  # of weights and entries that are as large as SmolLM2's, or more
+_USUAL_WEIGHT, _USUAL_ENTRY = 0.15, 0.25  # root mean squares, a fifth below SmolLM2's
 _CHUNK = 2**22  # numbers worked on at a time, so that a step needs little memory of its own
 _HALF = 2**15
 
@@ -131,11 +133,23 @@ def parameter_groups(model: nn.Module, config: TrainingSettings) -> list[dict[st
         if parameter.requires_grad:
             kind = "luts" if id(parameter) in luts else "weights" if id(parameter) in weights else "other"
             groups[kind].append(parameter)
+    tables = (layer.clustering.grid.tables(full(layer.centroids.detach())) for layer in lut_layers(model).values())
+    usual = config.learning_rate or _RATE * _relative_size(groups["weights"], _USUAL_WEIGHT)
+    of_luts = config.lut_learning_rate or _RATE * _relative_size(tables, _USUAL_ENTRY)
     return [
-        {"params": groups["weights"], "lr": config.learning_rate, "weight_decay": config.weight_decay},
-        {"params": groups["luts"], "lr": config.lut_learning_rate, "weight_decay": 0.0},
-        {"params": groups["other"], "lr": config.learning_rate, "weight_decay": 0.0},
+        {"params": groups["weights"], "lr": usual, "weight_decay": config.weight_decay},
+        {"params": groups["luts"], "lr": of_luts, "weight_decay": 0.0},
+        {"params": groups["other"], "lr": config.learning_rate or _RATE, "weight_decay": 0.0},
     ]
+
+
+def _relative_size(tensors: Iterable[Tensor], usual: float) -> float:
+    """Their root mean square by the usual one, at most 1; 1 of none, and on the meta device. A step of Adam is as large
+    whatever it changes: what suits SmolLM2 is ten times as much to weights a tenth as large, as those of larger models."""
+    squares, count = 0.0, 0
+    for tensor in (tensor.detach() for tensor in tensors if not tensor.is_meta):
+        squares, count = squares + float(full(tensor.float().square().sum())), count + tensor.numel()
+    return min(1.0, math.sqrt(squares / count) / usual) if count else 1.0
 
 
 def build_optimizer(model: nn.Module, config: TrainingSettings, world: World) -> torch.optim.Optimizer:
