@@ -307,8 +307,8 @@ class CompressConfig(TrainingSettings, TextSettings):
     compare_dense: bool = setting(False,
         "Train the uncompressed model equally, after the compressed one, and report what compression costs: the ratio "
         "of their perplexities. Takes as long again.", TRAINING)
-    dense_learning_rate: float = setting(1e-4, "Highest learning rate of the uncompressed model under --compare-dense.",
-        TRAINING, positive=True, maximum=1e30)
+    dense_learning_rate: float | None = setting(None, "Highest learning rate of the uncompressed model under "
+        "--compare-dense; default: 1e-4, of matrices below 0.15 as much less.", TRAINING, positive=True, maximum=1e30)
     memory: str = setting("auto", "What a run on a CPU does with memory it has freed.", SCALE,
         choices={
             "auto": "speed, or small where only that fits this machine",

@@ -24,21 +24,24 @@ from helpers import assert_same_run, cluster, settings, tiny_llama
 TOKENS = torch.randint(0, 257, (2000,), generator=torch.Generator().manual_seed(0))
 
 
-def test_it_is_plain_training_of_linears_and_norms(tmp_path):
+@pytest.mark.parametrize("given", [3e-3, None])
+def test_it_is_plain_training_of_linears_and_norms(tmp_path, given):
     """Against a loop written out: next-token loss, AdamW, the schedule; embeddings as they were."""
-    config = settings("m", "t", tmp_path, distill=False, label_weight=1.0, dense_learning_rate=3e-3, weight_decay=0.1)
+    config = settings("m", "t", tmp_path, distill=False, label_weight=1.0, dense_learning_rate=given, weight_decay=0.1)
     blocks = Blocks(TOKENS, config.sequence_length, seed=0)
     model, wanted = tiny_llama(), tiny_llama()
     train_dense(model, None, blocks, config, world=World(), staging=tmp_path)
     linears = [m.weight for name, m in wanted.named_modules() if name.endswith("proj")]
+    every = torch.cat([weight.detach().flatten() for weight in [*linears, wanted.lm_head.weight]])
+    rate = given or 1e-4 * min(1, float(every.square().mean().sqrt()) / 0.15)
     norms = [p for name, p in wanted.named_parameters() if "norm" in name]
     groups = [{"params": linears, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8)
     wanted.get_input_embeddings().weight.requires_grad_(False)
     for step in range(config.steps):
         ids = blocks.batch(step, 1)
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * learning_rate_factor(step, config.steps, config.warmup)
+            group["lr"] = rate * learning_rate_factor(step, config.steps, config.warmup)
         next_token_loss(wanted(ids).logits, ids).backward()
         torch.nn.utils.clip_grad_norm_([*linears, *norms], 1.0)
         optimizer.step()

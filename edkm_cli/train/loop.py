@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from edkm_cli.clustering.schedule import learning_rate_factor
 from edkm_cli.config import CHECKPOINTS, CompressConfig, TrainingSettings
@@ -30,9 +31,11 @@ from edkm_cli.nn.swap import freeze_dense_embeddings
 from edkm_cli.progress import Track, no_progress
 from edkm_cli.settings import part_of
 from edkm_cli.train.losses import Objective, Teacher
-from edkm_cli.train.optimizer import build_optimizer
+from edkm_cli.train.optimizer import build_optimizer, relative_size
 from edkm_cli.train.state import BestStep, Checkpoints
 from edkm_cli.train.teacher import micro_batch
+
+_DENSE_RATE = 1e-4  # of a dense model: weights that are not rounded in each forward pass want a lower one
 
 
 class Metrics:
@@ -320,22 +323,24 @@ def share_saved_maps(layers: dict[str, ClusteredLinear]) -> None:
 def dense_directory(staging: Path, config: CompressConfig) -> Path:
     """Where the training keeps its own metrics and checkpoints, one directory for each learning rate that was tried: what
     is below goes when the run is finished."""
-    return staging / CHECKPOINTS / f"dense-{config.dense_learning_rate:g}"
+    return staging / CHECKPOINTS / f"dense-{config.dense_learning_rate or 'auto'}"
 
 
 def train_dense(model: Any, teacher: Teacher | None, blocks: Blocks, config: CompressConfig, **options: Any) -> None:
     """`--compare-dense`: train a dense causal LM in place by the settings of a compressed one, to tell what compression
     costs from what training gives; `options` are the other arguments of `train`.
 
-    Only the learning rate differs: weights that are not rounded in each forward pass want a lower one. A killed run goes on
-    from its newest checkpoint, and a finished one only loads its last. The lines of its metrics end in `staging`.
+    Only the learning rate differs. A killed run goes on from its newest checkpoint, and a finished one only loads its last.
+    The lines of its metrics end in `staging`.
     """
     world, staging = options["world"], options["staging"]
     directory = dense_directory(staging, config)
     if world.main:
         directory.mkdir(parents=True, exist_ok=True)
     world.any(False)  # all wait until it is there
-    settings = part_of(TrainingSettings, config, learning_rate=config.dense_learning_rate, log_with=())
+    matrices = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
+    rate = config.dense_learning_rate or _DENSE_RATE * relative_size(matrices)
+    settings = part_of(TrainingSettings, config, learning_rate=rate, log_with=())
     objective = Objective(teacher, label_weight=config.label_weight or 0.0)
     train(model, objective, blocks, settings, **{**options, "staging": directory})
     if world.main:

@@ -134,8 +134,8 @@ def parameter_groups(model: nn.Module, config: TrainingSettings) -> list[dict[st
             kind = "luts" if id(parameter) in luts else "weights" if id(parameter) in weights else "other"
             groups[kind].append(parameter)
     tables = (layer.clustering.grid.tables(full(layer.centroids.detach())) for layer in lut_layers(model).values())
-    usual = config.learning_rate or _RATE * _relative_size(groups["weights"], _USUAL_WEIGHT)
-    of_luts = config.lut_learning_rate or _RATE * _relative_size(tables, _USUAL_ENTRY)
+    usual = config.learning_rate or _RATE * relative_size(groups["weights"])
+    of_luts = config.lut_learning_rate or _RATE * relative_size(tables, _USUAL_ENTRY)
     return [
         {"params": groups["weights"], "lr": usual, "weight_decay": config.weight_decay},
         {"params": groups["luts"], "lr": of_luts, "weight_decay": 0.0},
@@ -143,7 +143,7 @@ def parameter_groups(model: nn.Module, config: TrainingSettings) -> list[dict[st
     ]
 
 
-def _relative_size(tensors: Iterable[Tensor], usual: float) -> float:
+def relative_size(tensors: Iterable[Tensor], usual: float = _USUAL_WEIGHT) -> float:
     """Their root mean square by the usual one, at most 1; 1 of none, and on the meta device. A step of Adam is as large
     whatever it changes: what suits SmolLM2 is ten times as much to weights a tenth as large, as those of larger models."""
     squares, count = 0.0, 0
