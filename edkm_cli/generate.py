@@ -55,7 +55,8 @@ def load_writer(
     """
     name, tokenizer = source.name, models.load_tokenizer(source)
     if chat and not tokenizer.chat_template:
-        raise UserError(f"a conversation needs a chat template, but {name} has none; give a prompt without --chat")
+        rule = f"a conversation needs a chat template, but {name} has none"
+        raise UserError(f"{rule}; give a prompt without --chat and --system")
     model = load_any(source, dtype=dtype, device=device)
     model_files.check_tokenizer(name, tokenizer, model.config)
     linear = next((m for m in model.modules() if isinstance(m, PalettizedLinear)), None)
@@ -134,7 +135,9 @@ def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tens
         if not isinstance(given, str):
             given = render_text(writer.tokenizer, given, None, ask=True)
     except Exception as error:  # whatever a model's own template runs into, such as a role that it does not know
-        raise UserError(f"{writer.name}: its chat template fails ({brief(error)}); leave --chat out") from error
+        raise UserError(
+            f"{writer.name}: its chat template fails ({brief(error)}); leave --chat and --system out"
+        ) from error
     with explained("a prompt must be text in UTF-8 that the tokenizer takes", "; give another"):
         inputs = writer.tokenizer(given, return_tensors="pt", add_special_tokens=plain).to(writer.model.device)
     rows, ids = writer.model.config.get_text_config(decoder=True).vocab_size, inputs["input_ids"]

@@ -58,9 +58,9 @@ STAGES = {
     "original": "uncompressed",
     "dense": "uncompressed, trained equally",
     "start": "compressed, not trained",
+    "compressed": "compressed",  # of a fine-tuning: before it
     "trained": "compressed and trained",
     "exported": "read back from disk",
-    "compressed": "compressed",  # of a fine-tuning: before it
     "adapted": "with the adapter",
     "merged": "merged",
 }

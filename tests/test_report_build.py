@@ -367,6 +367,11 @@ def test_a_model_of_the_same_shapes_is_not_taken_for_the_original(copied, model_
     assert result["layers"] == []
 
 
+def test_a_page_of_a_result_that_missed_its_limit_is_not_among_its_files(copied):
+    partial = copied.rename(copied.with_name("failed.partial"))
+    assert build_report(copied.with_name("failed"), weights=False)["page"] == str(partial) + ".html"
+
+
 def test_a_page_is_written_to_a_stream(copied, tmp_path):
     pipe, found = tmp_path / "pipe", []
     os.mkfifo(pipe)

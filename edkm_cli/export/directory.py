@@ -152,7 +152,9 @@ class OutputDirectory:
         if changes and self._overwrite:
             return None
         if changes:
-            raise UserError(f"--resume: {self.path} is finished, but {changes}; choose another --output or --overwrite")
+            raise UserError(
+                f"--resume: {self.path} is finished, but {changes}; choose another --output, or add --overwrite"
+            )
         for name, facts in ownership.listing(self.path)["files"].items():
             file = self.path / name
             if not ownership.WRITTEN.fullmatch(name):  # a page or figure that was made of it afterwards

@@ -166,7 +166,8 @@ class Reference:
             architecture = models.load_config(self._source)
             theirs = _described(models.skeleton(self._source, architecture))
         except UserError as error:
-            raise UserError(str(error).replace("--model", "--reference"), everywhere=True) from error
+            rule = str(error).replace("--model", "--reference").partition(", or --dequantize")[0]
+            raise UserError(rule, everywhere=True) from error
         for name, here in _described(stored_skeleton(session.directory, trust_remote_code=trust)).items():
             if here != (there := theirs.get(name)):
                 self._refuse(f"has {there or 'nothing'} at {name}, which is {here} in {session.directory}")
@@ -176,7 +177,7 @@ class Reference:
 
     def _refuse(self, why: str) -> None:
         rule = f"--reference must be the uncompressed model that DIR was made of, but {self._name} {why}"
-        raise UserError(f"{rule}; name that one, or leave it out", everywhere=True)
+        raise UserError(f"{rule}; name that one", everywhere=True)
 
     def open(self) -> Layers:
         """The model, layer by layer where its files can be read so."""

@@ -118,7 +118,8 @@ def loading(source: ModelSource) -> Iterator[None]:
         if "safetensors" in lines and ("no file named" in lines or "not appear to have a file" in lines):
             raise model_files.needs_safetensors(name) from error
         if source.is_local:
-            why = f"could not be read ({brief(error, 120)}); files may be missing or damaged: fetch them again"
+            found, remedy = brief(error, 200), "files may be missing or damaged: fetch them again"
+            why = f"could not be read ({found}); {'install that' if isinstance(error, ImportError) else remedy}"
         else:
             rule = f"could not be loaded from the Hugging Face hub as {source.location} ({brief(error)})"
             why = f"{rule}; check the name, the network and `hf auth login`, or give a local directory"

@@ -67,7 +67,7 @@ def _target(run: RunFiles, output: str | Path | None) -> Path:
     """Where the page goes, checked before the work."""
     if output is None:
         inside, beside = run.directory / "report.html", run.directory.with_name(run.directory.name + ".html")
-        target = inside if run.finished else beside
+        target = inside if run.finished and run.directory.suffix != ".partial" else beside
     elif is_stream(target := Path(output).expanduser()):
         return target
     else:

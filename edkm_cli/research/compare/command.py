@@ -189,7 +189,7 @@ def _result(path: Path, settings: dict[str, Any], folder: Path, *, overwrite: bo
         say(f"  measured before: perplexity {stored['row']['perplexity']:,.3f}")
         return stored
     write_json(path, {"settings": settings})
-    flags = ["--resume"] if same else ["--overwrite"] if "settings" in stored or overwrite else []
+    flags = ["--resume", "--overwrite"] if same else ["--overwrite"] if "settings" in stored or overwrite else []
     if not predictions.exists():  # once, and only if there is something to measure
         predictions.mkdir()
         say("  the uncompressed model's predictions, for the KL of all rows")
