@@ -135,9 +135,8 @@ def _encode(writer: Writer, given: str | list[dict[str, str]]) -> dict[str, Tens
         if not isinstance(given, str):
             given = render_text(writer.tokenizer, given, None, ask=True)
     except Exception as error:  # whatever a model's own template runs into, such as a role that it does not know
-        raise UserError(
-            f"{writer.name}: its chat template fails ({brief(error)}); leave --chat and --system out"
-        ) from error
+        rule = f"{writer.name}: its chat template fails ({brief(error)})"
+        raise UserError(f"{rule}; leave --chat and --system out") from error
     with explained("a prompt must be text in UTF-8 that the tokenizer takes", "; give another"):
         inputs = writer.tokenizer(given, return_tensors="pt", add_special_tokens=plain).to(writer.model.device)
     rows, ids = writer.model.config.get_text_config(decoder=True).vocab_size, inputs["input_ids"]

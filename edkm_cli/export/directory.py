@@ -152,9 +152,8 @@ class OutputDirectory:
         if changes and self._overwrite:
             return None
         if changes:
-            raise UserError(
-                f"--resume: {self.path} is finished, but {changes}; choose another --output, or add --overwrite"
-            )
+            rule = f"--resume: {self.path} is finished, but {changes}"
+            raise UserError(f"{rule}; choose another --output, or add --overwrite")
         for name, facts in ownership.listing(self.path)["files"].items():
             file = self.path / name
             if not ownership.WRITTEN.fullmatch(name):  # a page or figure that was made of it afterwards

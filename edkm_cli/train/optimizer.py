@@ -30,7 +30,7 @@ _MOMENT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 4, torch.fl
 _MASTER_BYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4, torch.float64: 0}
 _BETAS = (0.9, 0.95)
 _RATE = 2e-4  # of weights and entries that are as large as SmolLM2's, or more
-_USUAL_WEIGHT, _USUAL_ENTRY = 0.15, 0.25  # root mean squares, a fifth below SmolLM2's
+_USUAL_WEIGHT, _USUAL_ENTRY = 0.15, 0.25  # root mean squares, a little below SmolLM2's
 _CHUNK = 2**22  # numbers worked on at a time, so that a step needs little memory of its own
 _HALF = 2**15
 
