@@ -48,12 +48,12 @@ _CACHE_BYTES = 1_000_000_000  # of keys and values, or half of what the weights 
 def first_tokens(tokenizer: Any, rows: int) -> list[int]:
     """The tokens, below `rows` of the embedding, that a document or a conversation may begin with, without repetition.
 
-    Chat models have two: `<|im_start|>` begins a turn, `<|endoftext|>` a page of what they learnt first. Where a tokenizer
-    names none, a line break begins the text, or else token 0.
+    Chat models may have two: `<|im_start|>` begins a turn, `<|endoftext|>` a page of what they learnt first. Where there is
+    none, what ends a text stands between two; then a line break begins the text, or else token 0.
     """
-    begins = [tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>"), tokenizer.eos_token_id]
+    begins = [tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>")]
     unknown = tokenizer.unk_token_id if tokenizer.unk_token != "<|endoftext|>" else None
-    for tokens in (begins, tokenizer.encode("\n", add_special_tokens=False)[-1:]):
+    for tokens in (begins, [tokenizer.eos_token_id], tokenizer.encode("\n", add_special_tokens=False)[-1:]):
         if usable := [token for token in tokens if isinstance(token, int) and token != unknown and 0 <= token < rows]:
             return list(dict.fromkeys(usable))[:2]
     return [0]

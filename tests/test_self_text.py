@@ -157,7 +157,9 @@ def test_first_tokens_are_the_tokenizers_own_as_far_as_the_embedding_has_them():
     line_break = tokenizer.encode("\n")[0]
     assert first_tokens(tokenizer, 256) == [line_break]  # an added token beyond the embedding
     assert first_tokens(tokenizer, 3) == [0]
-    tokenizer.eos_token = None
+    tokenizer.bos_token = "A"  # Gemma, say, writes nonsense behind what ends a text
+    assert first_tokens(tokenizer, 257) == [tokenizer.bos_token_id]
+    tokenizer.bos_token = tokenizer.eos_token = None
     assert first_tokens(tokenizer, 257) == [line_break]
 
 
