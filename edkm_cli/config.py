@@ -159,11 +159,11 @@ class TrainingSettings:
     # fmt: off
     output: str = setting("out", "Directory for the compressed model.", OUTPUT, "--output", "-o")
     steps: int = setting(100, "Optimizer steps; 0 compresses without training.", TRAINING, minimum=0)
-    learning_rate: float | None = setting(None, "Highest learning rate of weights, norms and biases; default: 2e-4, of "
-        "matrices of less than 0.15 (root mean square) as much less.", TRAINING, "--learning-rate", "--lr",
+    learning_rate: float | None = setting(None, "Highest learning rate of weights, norms and biases; default: 2e-4, for "
+        "matrices whose root mean square is below 0.15 less in proportion.", TRAINING, "--learning-rate", "--lr",
         positive=True, maximum=1e30)
     lut_learning_rate: float | None = setting(None, "Highest learning rate of the lookup tables; default: 2e-4, where "
-        "their entries are below 0.25 as much less.", TRAINING, positive=True, maximum=1e30)
+        "the root mean square of their entries is below 0.25 less in proportion.", TRAINING, positive=True, maximum=1e30)
     warmup: float = setting(0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0,
         maximum=1)
     weight_decay: float = setting(0.0, "Weight decay of the compressed weights.", TRAINING, minimum=0)
@@ -308,7 +308,7 @@ class CompressConfig(TrainingSettings, TextSettings):
         "Train the uncompressed model equally, after the compressed one, and report what compression costs: the ratio "
         "of their perplexities. Takes as long again.", TRAINING)
     dense_learning_rate: float | None = setting(None, "Highest learning rate of the uncompressed model under "
-        "--compare-dense; default: 1e-4, of matrices below 0.15 as much less.", TRAINING, positive=True, maximum=1e30)
+        "--compare-dense; default: 1e-4, as --learning-rate less for small matrices.", TRAINING, positive=True, maximum=1e30)
     memory: str = setting("auto", "What a run on a CPU does with memory it has freed.", SCALE,
         choices={
             "auto": "speed, or small where only that fits this machine",
