@@ -129,6 +129,18 @@ def test_a_factor_in_float32_is_that_of_nearly_the_same_matrix(tokens):
     assert columns * 2**-24 < 0.01 / 100  # of what damping adds
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_damping_grows_until_rounding_leaves_a_factor(dtype):
+    """One direction that has all but a thousandth, in numbers of three digits: the others' eigenvalues are noise."""
+    x = torch.randn(400, 64) + 50 * torch.randn(64)
+    hessian = (x.t() @ x).bfloat16().float()
+    hessian = hessian.tril() + hessian.tril(-1).t()
+    assert torch.linalg.eigvalsh(hessian.double()).min() < -hessian.diagonal().mean() / 5000
+    factor = inverse_factor(hessian, damping=1e-6, dtype=dtype)
+    assert factor.isfinite().all()
+    assert torch.equal(factor, factor.triu())
+
+
 def test_inputs_must_be_finite():
     with pytest.raises(UserError, match="finite"):
         inverse_factor(torch.full((4, 4), torch.nan))

@@ -211,13 +211,14 @@ def test_a_token_counts_for_twenty_times_the_mean_at_most_but_for_the_first_of_a
     linear = torch.nn.Linear(8, 4, bias=False)
     x, gradients = torch.randn(2, 64, 8), torch.randn(2, 64, 4)
     gradients[0, 0] *= 1000
-    gradients[1, 30] *= 1000
+    gradients[1, 30:32] *= 1000
     collector = _Collector({"": linear}, "gradient", ALONE, (), False)
     with hooked([linear], collector.see, after=True):
         linear(x).backward(gradients)
     outer = gradients.square()[..., None] * x.square()[:, :, None]
     shares = outer.sum((2, 3))
-    outer[1, 30] *= 20 * shares[:, 1:].mean() / shares[1, 30]
+    left = shares[:, 1:].sum() - shares[1, 30:32].sum()  # of 126 tokens two are at 20 times a mean that they are in
+    outer[1, 30:32] *= (20 * left / (126 - 2 * 20) / shares[1, 30:32])[:, None, None]
     torch.testing.assert_close(collector.sums[""], outer.sum((0, 1)))
 
 
@@ -239,6 +240,19 @@ def test_products_of_gradients_in_the_rows_of_an_embedding(ids, exact_products):
         gradients = torch.autograd.grad(loss, rows)[0][0, 1:]
         expected += gradients.t() @ gradients / ids.numel()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-9)
+
+
+def test_a_token_in_the_products_of_an_embeddings_gradients_counts_for_twenty_times_the_mean_at_most(exact_products):
+    embedding = torch.nn.Embedding(64, 8)
+    collector = _Collector({"": embedding}, "gradient", ALONE, [""], False)
+    gradients = torch.randn(1, 64, 8)
+    gradients[0, 0] *= 1000  # the first of a text says nothing of other rows
+    gradients[0, 9] *= 1e5
+    collector.see_entering(gradients)
+    rows = gradients[0, 1:].clone()
+    rows[8] = 0
+    rows[8] = torch.nn.functional.normalize(gradients[0, 9], dim=0) * (20 * rows.square().sum() / (63 - 20)).sqrt()
+    torch.testing.assert_close(collector.sums[""], rows.t() @ rows, rtol=1e-4, atol=1e-4)
 
 
 def test_an_unknown_importance_is_refused(ids):

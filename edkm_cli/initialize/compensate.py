@@ -96,6 +96,7 @@ def inverse_factor(hessian: Tensor, *, damping: float = _DAMPING, dtype: torch.d
             del h
             return _inverted(lower).flip(0, 1)  # U = R^-1
         diagonal += damping * mean
+        damping *= 2
     rule = "calibration inputs must be finite and not all zero, but a layer's give no Cholesky factor"
     raise UserError(f"{rule}; use --start kmeans --importance none")
 
