@@ -1,7 +1,7 @@
 """The checkpoint's schema: what `quantization_config` holds and which tensors a module stores.
 
 A compressed model is a standard Hugging Face directory. A palettized `Linear` stores `indices` (packed, uint8) and `lut`
-(groups, 2**bits), and for float8 tables one `lut_scale`; an embedding and the output embedding store `indices` and a
+(groups, 2**bits), and for float8 tables `lut_scale`; an embedding and the output embedding store `indices` and a
 float32 `scale` for each row, or for each group of its columns, and may store a factor for each column. docs/format.md
 specifies both to the byte.
 """
@@ -29,6 +29,7 @@ FACTORS_VERSION = 6  # where columns of an embedding have factors
 ROWS_VERSION = 7  # where rows of embeddings differ in bits
 E3M4_VERSION = 8  # where tables are of E3M4
 COLUMNS_VERSION = 9  # where those factors are any positive numbers, and scales of embeddings have signs
+TABLES_VERSION = 10  # where each table of E3M4 has a scale: versions 8 and 9 had one for a matrix
 MOST_FACTORED_BITS = 6  # of such an embedding: with more they gain little
 DENSE_BITS = 16  # of embeddings that stay as they are
 Stored = dict[str, tuple[torch.dtype, tuple]]  # name -> (dtype, shape)
@@ -69,6 +70,7 @@ class QuantizationSpec:
         versions = (ROWS_VERSION,) if self.embedding_rows else versions
         versions = (E3M4_VERSION,) if self.lut_dtype == E3M4 else versions
         versions += (COLUMNS_VERSION,) if self.embedding_factors else ()
+        versions += (TABLES_VERSION,) if self.lut_dtype == E3M4 else ()
         if self.format_version == 0 and _is_within(self.format_version, 0, 0):
             object.__setattr__(self, "format_version", versions[-1])
         faults = []
@@ -170,6 +172,7 @@ class QuantizationSpec:
         """Bits of a palettized linear with `bits` bits for each index, LUTs included."""
         tile_rows, tile_columns = self.granularity_of(layer).tile(out_features, in_features)
         lut_bits = table_numbers(self.palette, bits) * 8 * self.torch_lut_dtype.itemsize
+        lut_bits += 8 if self.scales_tables else 0
         per_weight = bits + lut_bits / (tile_rows * tile_columns)
         numbers = table_numbers(self.palette, bits) if self.lut_dtype == "int8" else 0
         return out_features * in_features * (per_weight + 16 * numbers / SUPER_BLOCK)
@@ -179,6 +182,11 @@ class QuantizationSpec:
         """Whether the tables of a linear have a scale beside them."""
         return self.lut_dtype in LARGEST and self.format_version >= SCALED_VERSION
 
+    @property
+    def scales_tables(self) -> bool:
+        """Whether each of them has its own, as float8_e8m0fnu."""
+        return self.lut_dtype == E3M4 and self.format_version >= TABLES_VERSION
+
     def linear_tensors(self, out_features: int, in_features: int, *, layer: str) -> Stored:
         """What a palettized linear stores."""
         groups, bits = self.granularity_of(layer).groups(out_features, in_features, layer=layer), self.bits_of(layer)
@@ -187,7 +195,8 @@ class QuantizationSpec:
         names = ("lut",) if self.palette == FREE else ("scales", "offsets")[: table_numbers(self.palette, bits)]
         tensors |= dict.fromkeys(names, (self.torch_lut_dtype, shape))
         if self.scales_luts:
-            tensors["lut_scale"] = (torch.float32, (1,))
+            scale = (torch.float8_e8m0fnu, (groups,)) if self.scales_tables else (torch.float32, (1,))
+            tensors["lut_scale"] = scale
         if self.lut_dtype == "int8":
             tensors["lut_scale"] = (torch.float16, (out_features, in_features // SUPER_BLOCK, len(names)))
         return tensors

@@ -71,7 +71,9 @@ def as_numbers(stored: Tensor) -> Tensor:
 def as_kept(entries: Tensor, scale: Tensor | None) -> Tensor:
     """A stored table of eight bits as it is kept in memory, its scale multiplied in: float16 where that is exact, that is
     unless numbers are tiny or huge; else float32."""
-    numbers = as_numbers(entries) if scale is None else as_numbers(entries) * scale
+    numbers = as_numbers(entries)
+    if scale is not None:  # one for all, or one for each table
+        numbers = numbers * (scale.float() if scale.numel() == 1 else scale.float()[:, None])
     half = numbers.half()
     return half if not torch.compiler.is_compiling() and torch.equal(half.float(), numbers) else numbers
 

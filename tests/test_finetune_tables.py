@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import edkm_cli
@@ -18,9 +18,11 @@ from edkm_cli.errors import Preempted, UserError
 from edkm_cli.evaluate.perplexity import perplexity
 from edkm_cli.finetune.command import finetune, plan_finetune
 from edkm_cli.finetune.config import FinetuneConfig, build_distill_config
+from edkm_cli.finetune.session import PackedSession
+from edkm_cli.format import read_spec
 from edkm_cli.granularity import MULTIPLES
 from edkm_cli.nn.clustered import Clustering, hold_packed, lut_layers
-from edkm_cli.packing import unpack
+from edkm_cli.packing import as_numbers, unpack
 from edkm_cli.train.loop import Metrics
 from helpers import byte_tokenizer, cluster, export, metrics_of, refused, run, tiny_llama, weights_of
 from processes import assert_finished, together
@@ -215,3 +217,26 @@ def test_the_table_lookup_of_the_written_model_is_that_of_the_trained_one(tuned)
     hold_packed(held, Clustering(2, "row:1", "float16"))
     mine = held.model.layers[0].mlp.up_proj
     assert torch.equal(lookup(mine.codes(), mine.lut(), granularity="row:1"), layer.dequantize())
+
+
+def test_e3m4_tables_of_versions_with_one_scale_for_a_matrix_load_and_do_not_train(ids, tmp_path):
+    directory = export(*cluster(tiny_llama(), lut_dtype="float8_e3m4"), tmp_path / "one")
+    config, tensors = json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+    assert config["quantization_config"]["format_version"] == 10
+    config["quantization_config"]["format_version"] = 8
+    (directory / "config.json").write_text(json.dumps(config))
+    scales = [name for name in tensors if name.endswith("lut_scale")]
+    assert {tensors[name].dtype for name in scales} == {torch.float8_e8m0fnu}
+    tensors |= {name: torch.full((1,), 2.0**-6) for name in scales}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    for name in ("checksums.json", "edkm-files.json", "tensors.json"):
+        (directory / name).unlink(missing_ok=True)
+    model = edkm_cli.load(directory, dtype=torch.float32)
+    layer = model.model.layers[0].mlp.up_proj
+    assert torch.equal(layer.table().float(), as_numbers(layer.lut) * 2.0**-6)
+    dense = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).dequantize()
+    torch.testing.assert_close(model(ids).logits, dense(ids).logits)
+    session = PackedSession.__new__(PackedSession)
+    session.directory, session.spec = directory, read_spec(directory)
+    with pytest.raises(UserError, match=r"need format version 10, but .* has 8, with one scale for a matrix; compress"):
+        _ = session.clustering

@@ -100,7 +100,7 @@ def test_weights_follow_their_entries_wherever_those_go(bits, granularity, lut_d
     assert torch.equal(held.codes(), before)
     indices, lut = held.snapped()
     scale = held.stored_scale()
-    table = as_numbers(lut) if scale is None else as_numbers(lut) * scale
+    table = as_numbers(lut) if scale is None else as_numbers(lut) * scale.float().view(-1, 1)
     assert torch.equal(lookup(indices, table, granularity=held.clustering.granularity), held.hard_weight())
 
 

@@ -120,7 +120,7 @@ class Grid:
         return table if offset is None else table + offset[:, None]
 
     def factor(self, parameters: Tensor) -> Tensor | None:
-        """What stored numbers are multiplied with: of float8 ones a float32 scalar, of multiples their units (groups /
+        """What stored numbers are multiplied with: of float8 ones see `lut_scale`, of multiples their units (groups /
         super_tiles, numbers) float16; None for other formats."""
         if self.super_tiles:
             named = zip(self._numbers(parameters), (False, True), strict=True)

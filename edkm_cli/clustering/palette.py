@@ -14,7 +14,7 @@ from torch import Tensor
 from edkm_cli import kernels
 from edkm_cli.clustering.checks import check_k, checked_tile, non_finite, usable_importance
 from edkm_cli.errors import UserError
-from edkm_cli.granularity import LARGEST, LUT_DTYPES, Granularity
+from edkm_cli.granularity import E3M4, LARGEST, LUT_DTYPES, Granularity
 from edkm_cli.packing import rounded_to
 
 
@@ -65,18 +65,21 @@ def parse_lut_dtype(lut_dtype: str | None) -> str | None:
 
 
 def lut_scale(centroids: Tensor, lut_dtype: str | None, fixed: float | None = None) -> Tensor | None:
-    """The power of two that a float8 table's stored entries are multiplied with, a float32 scalar; None for other dtypes.
+    """The power of two that a float8 table's stored entries are multiplied with, a float32 scalar, or of float8_e3m4 one for
+    each table, (groups, 1); None for other dtypes.
 
     float8_e4m3fn has three bits of mantissa down to 2**-6, and steps of 2**-9 below, where the weights of a model lie;
-    float8_e3m4 has four bits down to 2**-2, and steps of 2**-6 below. The scale puts the largest entry of the matrix
-    between half the dtype's largest number and that, so that all entries down to 2**-14 of it keep their three bits, or
-    down to 2**-5 their four. Being a power of two, it rounds nothing itself. A `fixed` one is taken as it is.
+    float8_e3m4 has four bits down to 2**-2, and steps of 2**-6 below. The scale puts the largest entry of the matrix, or
+    table, between half the dtype's largest number and that, so that all entries down to 2**-14 of it keep their three
+    bits, or down to 2**-5 their four: a matrix of which one row has a weight of 600 times the mean (Qwen2.5 has some) would
+    have few entries left for its others. Being a power of two, it rounds nothing itself. A `fixed` one is taken as it is.
     """
     if (dtype := parse_lut_dtype(lut_dtype)) not in LARGEST:
         return None
     if fixed is not None:
         return torch.tensor(fixed, dtype=torch.float32, device=centroids.device)
-    largest = centroids.detach().float().abs().amax() / LARGEST[dtype]
+    sizes = centroids.detach().float().abs()
+    largest = (sizes.amax(1, keepdim=True) if dtype == E3M4 else sizes.amax()) / LARGEST[dtype]
     mantissa, exponent = torch.frexp(largest)
     exponent = (exponent - (mantissa == 0.5).int()).clamp(-100, 100)  # so that what is rounded already stays as it is
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), torch.ones_like(largest))

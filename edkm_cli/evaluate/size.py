@@ -37,7 +37,8 @@ def footprint(model: nn.Module) -> Footprint:
         if isinstance(module, (nn.Linear, PalettizedLinear)) and module is not head:
             bias = fresh.get("bias")
             # Not the bias, nor the four bytes that scale a matrix's float8 tables: no part of the design's bits per weight.
-            outside = [t for t in (bias, fresh.get("lut_scale")) if t is not None and (t is bias or t.numel() == 1)]
+            one = [t for t in [fresh.get("lut_scale")] if t is not None and t.dtype == torch.float32]
+            outside = one if bias is None else [bias, *one]
             decoder_bytes += size - sum(t.nbytes for t in outside)
             decoder_weights += weights - (0 if bias is None else bias.numel())
     of_decoder = 8 * decoder_bytes / decoder_weights if decoder_weights else float("nan")

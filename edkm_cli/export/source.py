@@ -16,7 +16,7 @@ from edkm_cli.clustering import lookup
 from edkm_cli.clustering.grids import Grid, stored_numbers
 from edkm_cli.errors import UserError
 from edkm_cli.format import QuantizationSpec
-from edkm_cli.granularity import FREE
+from edkm_cli.granularity import E4M3, FREE
 from edkm_cli.initialize.sharded import Place, places
 from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton_tensors, stored_skeleton
 from edkm_cli.model_files import TensorFiles, build, stays_wide
@@ -124,13 +124,14 @@ class Compressed(Described):
         return self.stored(f"{path}.factors").float() if signed else None
 
     def scale(self, path: str) -> float:
-        """What a linear's stored table entries are multiplied with: a power of two for float8, else 1."""
-        return float(self.stored(f"{path}.lut_scale")) if self.spec.scales_luts else 1.0
+        """What a linear's stored table entries are all multiplied with: a power of two for E4M3, else 1."""
+        return float(self.stored(f"{path}.lut_scale")) if self.spec.lut_dtype == E4M3 and self.spec.scales_luts else 1.0
 
     def table(self, path: str) -> Tensor:
         """The lookup tables of a linear as numbers, (groups, 2**bits) float32, the scale multiplied in."""
         if self.spec.palette == FREE:
-            return as_numbers(self.stored(f"{path}.lut")) * self.scale(path)
+            scale = self.stored(f"{path}.lut_scale") if self.spec.scales_luts else torch.ones(1)
+            return as_numbers(self.stored(f"{path}.lut")) * scale.float().view(-1, 1)
         scales, offsets = self.numbers(path)
         grid = Grid(self.spec.palette, self.spec.bits_of(path), self.spec.lut_dtype)
         return grid.of_stored(scales.flatten(), None if offsets is None else offsets.flatten())

@@ -19,7 +19,8 @@ from edkm_cli.errors import UserError, explained
 from edkm_cli.export.checkpoint import DenseFormat
 from edkm_cli.export.run import Session, model_digest
 from edkm_cli.files import read_json, sha256_of
-from edkm_cli.format import QuantizationSpec, read_spec
+from edkm_cli.format import TABLES_VERSION, QuantizationSpec, read_spec
+from edkm_cli.granularity import E3M4
 from edkm_cli.hf import load_source
 from edkm_cli.initialize.layers import Layers
 from edkm_cli.initialize.sharded import open_layers
@@ -135,7 +136,10 @@ class PackedSession(Session):
 
     @property
     def clustering(self) -> Clustering:
-        """Of the model's layers, where they train."""
+        """Of the model's layers, where they train. Raises UserError where the file's format cannot hold what that gives."""
+        if self.spec.lut_dtype == E3M4 and not self.spec.scales_tables:
+            rule = f"{E3M4} tables that train need format version {TABLES_VERSION}, but {self.directory} has"
+            raise UserError(f"{rule} {self.spec.format_version}, with one scale for a matrix; compress the model again")
         return Clustering(self.spec.bits, self.spec.granularity, self.spec.lut_dtype, palette=self.spec.palette)
 
     @cached_property

@@ -213,7 +213,8 @@ class Compensation:
         rows, world, options = layer.out_features, self._world, layer.clustering
         tile_rows, tile_columns = options.granularity.tile(rows, layer.in_features, layer=layer.name)
         # What a matrix has one of, as the scale of its float8 tables, is known where all of its rows are.
-        whole = options.grid.palette != FREE or (options.lut_scale is None and layer.stored_scale() is not None)
+        one = (scale := layer.stored_scale()) is not None and scale.numel() == 1
+        whole = options.grid.palette != FREE or (options.lut_scale is None and one)
         if whole or world.size == 1 or rows // tile_rows < world.size:  # all do the same, and take the first one's
             self._set(layer, "weight", self._rounded(layer, weight))
             self._set(layer, "centroids", layer.centroids.detach())

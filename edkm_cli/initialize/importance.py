@@ -86,7 +86,7 @@ class _Collector:
     def _add_products(self, name: str, x: Tensor) -> None:
         """Not from bfloat16: one direction can have all but a thousandth, and what is left decides how errors make up."""
         x = x.flatten(0, -2).float()  # in float16 sums of squares overflow
-        with torch.autocast(x.device.type, enabled=False), float32_products():
+        with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False), float32_products():
             self._add(name, x.t() @ x)
 
     def _add(self, name: str, value: Tensor, *, by_rows: bool = False) -> None:

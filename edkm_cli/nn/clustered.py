@@ -24,7 +24,7 @@ from edkm_cli.clustering.checks import require_finite
 from edkm_cli.clustering.grids import Grid, stored_numbers, unit_of
 from edkm_cli.clustering.linear import trains_luts
 from edkm_cli.distributed import assign, local
-from edkm_cli.granularity import FREE, Granularity
+from edkm_cli.granularity import E3M4, E4M3, FREE, Granularity
 from edkm_cli.kernels import from_groups, to_groups
 from edkm_cli.packing import pack, packed_width, to_stored, unpack
 from edkm_cli.precision import as_autocast
@@ -102,15 +102,17 @@ class LutLayer(nn.Module):
         ascending, order = self.lut().sort(dim=1, stable=True)
         rank = order.argsort(1).float()
         renamed = lookup(self.codes(), rank, granularity=self.clustering.granularity).to(torch.uint8)
-        scale = self.stored_scale()
+        scale = self.clustering.grid.factor(self.centroids)
         return renamed, to_stored(ascending if scale is None else ascending / scale, self.clustering.lut_dtype)
 
     @torch.no_grad()
     def stored_scale(self) -> Tensor | None:
-        """What stored entries are multiplied with: of a float8 LUT (1,) float32, of `int8` scales (out, super-blocks,
-        numbers) float16; None for other dtypes."""
+        """What stored entries are multiplied with: of an E4M3 LUT (1,) float32, of E3M4 (groups,) float8_e8m0fnu, of `int8`
+        scales (out, super-blocks, numbers) float16; None for other dtypes."""
         if (scale := self.clustering.grid.factor(self.centroids)) is None or scale.dim() == 0:
             return None if scale is None else scale.reshape(1)
+        if self.clustering.lut_dtype == E3M4:
+            return scale.flatten().to(torch.float8_e8m0fnu)
         return scale.unflatten(0, (self.out_features, -1))
 
     @torch.no_grad()
@@ -314,9 +316,9 @@ def _train_tables(model: nn.Module) -> None:
 
 
 def with_scale_of(layers: Iterable[PalettizedLinear], clustering: Clustering) -> Clustering:
-    """float8 tables keep their scale where all have one, as some runtimes need it."""
+    """E4M3 tables keep their scale where all have one, as some runtimes need it."""
     scales = {float(scale) for m in layers if (scale := m._buffers.get("lut_scale")) is not None and scale.numel() == 1}
-    one = len(scales) == 1 and clustering.lut_dtype.startswith("float8")
+    one = len(scales) == 1 and clustering.lut_dtype == E4M3
     return replace(clustering, lut_scale=scales.pop() if one else None)
 
 

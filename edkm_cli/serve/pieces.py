@@ -67,11 +67,11 @@ class Piece:
         indices = unpack(part.contiguous(), self.bits, self.shape[1])
         return pack(indices[:, self.columns.start : self.columns.stop].contiguous(), self.bits)
 
-    def cut_table(self, stored: Tensor) -> Tensor:
-        """The piece's tables (groups, 2**bits) of all of the matrix's."""
+    def cut_table(self, stored: Tensor, leaf: str = "lut") -> Tensor:
+        """The piece's tables (groups, 2**bits) of all of the matrix's, or their scales, (groups, 1)."""
         height, width = self.stored_tile
         across = self.shape[1] // width
-        self._require("lut", stored, (self.shape[0] // height * across, 2**self.bits))
+        self._require(leaf, stored, (self.shape[0] // height * across, 2**self.bits if leaf == "lut" else 1))
         of_rows = [row // height for row in range(self.rows.start, self.rows.stop, self.tile[0])]
         grid = stored.view(self.shape[0] // height, across, -1)
         return grid[of_rows, self.columns.start // width : -(-self.columns.stop // width)].flatten(0, 1)

@@ -64,6 +64,7 @@ class _Room:
     def __init__(self, pieces: list[Piece], shards: list[Any], dense: list[bool], spec: QuantizationSpec):
         self.pieces, self.shards, self.dense = pieces, shards, dense
         packed = ("indices", "lut", "lut_scale") if spec.scales_luts else ("indices", "lut")
+        self.scales_tables = spec.scales_tables
         self.leaves = [("weight",) if whole else packed for whole in dense]
         named = zip(pieces, self.leaves, strict=True)
         self.missing = {f"{piece.name}.{leaf}" for piece, leaves in named for leaf in leaves}
@@ -71,7 +72,7 @@ class _Room:
     def sizes(self, leaf: str) -> list[int]:
         """Elements that each piece takes of the flat parameter `leaf`."""
         both = zip(self.pieces, self.leaves, strict=True)
-        return [_size(leaf, piece) if leaf in leaves else 0 for piece, leaves in both]
+        return [_size(leaf, piece, self.scales_tables) if leaf in leaves else 0 for piece, leaves in both]
 
     def views(self, leaf: str, flat: Tensor) -> list[Tensor]:
         """Each piece's part of it."""
@@ -81,23 +82,27 @@ class _Room:
         """Take this process's piece of a tensor from the files. `shard` None: the layer has one module."""
         for piece, own, room in zip(self.pieces, self.shards, self.views(leaf, parameter.data), strict=True):
             if (shard is None or shard == own) and room.numel():
-                room.copy_(_cut(leaf, piece, stored).reshape(-1))
+                room.copy_(_cut(leaf, piece, stored, self.scales_tables).reshape(-1))
                 self.missing.discard(f"{piece.name}.{leaf}")
 
 
-def _size(leaf: str, piece: Piece) -> int:
+def _size(leaf: str, piece: Piece, scales_tables: bool) -> int:
     if leaf == "weight":
         return len(piece.rows) * len(piece.columns)
     if leaf == "indices":
         return len(piece.rows) * piece.bytes_a_row
-    return piece.groups * 2**piece.bits if leaf == "lut" else 1
+    if leaf == "lut_scale":
+        return piece.groups if scales_tables else 1
+    return piece.groups * 2**piece.bits
 
 
-def _cut(leaf: str, piece: Piece, stored: Tensor) -> Tensor:
+def _cut(leaf: str, piece: Piece, stored: Tensor, scales_tables: bool) -> Tensor:
     if leaf == "indices":
         return piece.cut_indices(stored)
     if leaf == "lut":
         return piece.cut_table(stored)
+    if leaf == "lut_scale" and scales_tables:  # as bytes: PyTorch does not index this format
+        return piece.cut_table(stored.view(torch.uint8)[:, None], leaf)
     wanted = piece.shape if leaf == "weight" else (1,)
     if tuple(stored.shape) != wanted:
         raise refused(f"{piece.name}.{leaf} must be {wanted}, got {tuple(stored.shape)}")
@@ -141,7 +146,8 @@ class PackedLinearMethod(LinearMethodBase):
             except UserError as error:
                 raise refused(str(error), remedy="") from None
         layer.edkm_room = room = _Room(pieces, shards, [name in self.spec.skipped for name in names], self.spec)
-        dtypes = {"indices": torch.uint8, "lut": self.spec.torch_lut_dtype, "lut_scale": torch.float32}
+        scales = torch.uint8 if self.spec.scales_tables else torch.float32
+        dtypes = {"indices": torch.uint8, "lut": self.spec.torch_lut_dtype, "lut_scale": scales}
         for leaf in ("indices", "lut", "lut_scale", "weight"):
             if size := sum(room.sizes(leaf)):
                 parameter = _fixed(_unfilled((size,), dtypes.get(leaf, params_dtype), entries=leaf == "lut"))
@@ -181,7 +187,9 @@ def _packed_rows(pieces: Sequence[Piece], run: Sequence[int], loaded: dict[str, 
     """The pieces of `run` as packed matrices; their indices lie in memory one behind the other, as they are needed."""
     tables = [loaded["lut"][i].view(pieces[i].groups, -1) for i in run]
     if "lut_scale" in loaded:  # as PalettizedLinear keeps them
-        kept = [as_kept(table, loaded["lut_scale"][i]) for i, table in zip(run, tables, strict=True)]
+        scales = [loaded["lut_scale"][i] for i in run]
+        scales = [scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale for scale in scales]
+        kept = [as_kept(table, scale) for table, scale in zip(tables, scales, strict=True)]
         tables = kept if all(table.dtype == torch.float16 for table in kept) else [table.float() for table in kept]
     members, joined, left = [], [], iter(tables)
     for stack in stacks([pieces[i] for i in run]):
