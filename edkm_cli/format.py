@@ -171,8 +171,7 @@ class QuantizationSpec:
     def linear_bits(self, out_features: int, in_features: int, bits: int, *, layer: str = "") -> float:
         """Bits of a palettized linear with `bits` bits for each index, LUTs included."""
         tile_rows, tile_columns = self.granularity_of(layer).tile(out_features, in_features)
-        lut_bits = table_numbers(self.palette, bits) * 8 * self.torch_lut_dtype.itemsize
-        lut_bits += 8 if self.scales_tables else 0
+        lut_bits = 8 * (table_numbers(self.palette, bits) * self.torch_lut_dtype.itemsize + self.scales_tables)
         per_weight = bits + lut_bits / (tile_rows * tile_columns)
         numbers = table_numbers(self.palette, bits) if self.lut_dtype == "int8" else 0
         return out_features * in_features * (per_weight + 16 * numbers / SUPER_BLOCK)
@@ -195,8 +194,7 @@ class QuantizationSpec:
         names = ("lut",) if self.palette == FREE else ("scales", "offsets")[: table_numbers(self.palette, bits)]
         tensors |= dict.fromkeys(names, (self.torch_lut_dtype, shape))
         if self.scales_luts:
-            scale = (torch.float8_e8m0fnu, (groups,)) if self.scales_tables else (torch.float32, (1,))
-            tensors["lut_scale"] = scale
+            tensors["lut_scale"] = (torch.float8_e8m0fnu, (groups,)) if self.scales_tables else (torch.float32, (1,))
         if self.lut_dtype == "int8":
             tensors["lut_scale"] = (torch.float16, (out_features, in_features // SUPER_BLOCK, len(names)))
         return tensors

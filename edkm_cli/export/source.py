@@ -20,7 +20,7 @@ from edkm_cli.granularity import E4M3, FREE
 from edkm_cli.initialize.sharded import Place, places
 from edkm_cli.integrity import AGAIN, check_checkpoint, read_config, skeleton_tensors, stored_skeleton
 from edkm_cli.model_files import TensorFiles, build, stays_wide
-from edkm_cli.packing import as_numbers, fault, unpack
+from edkm_cli.packing import as_kept, fault, unpack
 from edkm_cli.runtime.palettized import PackedModule, PalettizedLinear
 
 
@@ -130,8 +130,8 @@ class Compressed(Described):
     def table(self, path: str) -> Tensor:
         """The lookup tables of a linear as numbers, (groups, 2**bits) float32, the scale multiplied in."""
         if self.spec.palette == FREE:
-            scale = self.stored(f"{path}.lut_scale") if self.spec.scales_luts else torch.ones(1)
-            return as_numbers(self.stored(f"{path}.lut")) * scale.float().view(-1, 1)
+            scale = self.stored(f"{path}.lut_scale") if self.spec.scales_luts else None
+            return as_kept(self.stored(f"{path}.lut"), scale).float()
         scales, offsets = self.numbers(path)
         grid = Grid(self.spec.palette, self.spec.bits_of(path), self.spec.lut_dtype)
         return grid.of_stored(scales.flatten(), None if offsets is None else offsets.flatten())

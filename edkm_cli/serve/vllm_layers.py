@@ -102,7 +102,7 @@ def _cut(leaf: str, piece: Piece, stored: Tensor, scales_tables: bool) -> Tensor
     if leaf == "lut":
         return piece.cut_table(stored)
     if leaf == "lut_scale" and scales_tables:  # as bytes: PyTorch does not index this format
-        return piece.cut_table(stored.view(torch.uint8)[:, None], leaf)
+        return piece.cut_table(stored.view(torch.uint8)[:, None], leaf).view(torch.float8_e8m0fnu)
     wanted = piece.shape if leaf == "weight" else (1,)
     if tuple(stored.shape) != wanted:
         raise refused(f"{piece.name}.{leaf} must be {wanted}, got {tuple(stored.shape)}")
@@ -146,7 +146,7 @@ class PackedLinearMethod(LinearMethodBase):
             except UserError as error:
                 raise refused(str(error), remedy="") from None
         layer.edkm_room = room = _Room(pieces, shards, [name in self.spec.skipped for name in names], self.spec)
-        scales = torch.uint8 if self.spec.scales_tables else torch.float32
+        scales = torch.float8_e8m0fnu if self.spec.scales_tables else torch.float32
         dtypes = {"indices": torch.uint8, "lut": self.spec.torch_lut_dtype, "lut_scale": scales}
         for leaf in ("indices", "lut", "lut_scale", "weight"):
             if size := sum(room.sizes(leaf)):
@@ -187,9 +187,7 @@ def _packed_rows(pieces: Sequence[Piece], run: Sequence[int], loaded: dict[str, 
     """The pieces of `run` as packed matrices; their indices lie in memory one behind the other, as they are needed."""
     tables = [loaded["lut"][i].view(pieces[i].groups, -1) for i in run]
     if "lut_scale" in loaded:  # as PalettizedLinear keeps them
-        scales = [loaded["lut_scale"][i] for i in run]
-        scales = [scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale for scale in scales]
-        kept = [as_kept(table, scale) for table, scale in zip(tables, scales, strict=True)]
+        kept = [as_kept(table, loaded["lut_scale"][i]) for i, table in zip(run, tables, strict=True)]
         tables = kept if all(table.dtype == torch.float16 for table in kept) else [table.float() for table in kept]
     members, joined, left = [], [], iter(tables)
     for stack in stacks([pieces[i] for i in run]):

@@ -55,7 +55,7 @@ def quantize(
     batches = [batch.to(device) for batch in task.batches]
     method = "edkm" if closed_form else "dkm"
     spec = QuantizationSpec(bits, Granularity.parse(granularity), lut_dtype)
-    geometry, table_bits = spec.granularity, 2**bits * 8 * spec.torch_lut_dtype.itemsize
+    geometry, table_bits = spec.granularity, 8 * (2**bits * spec.torch_lut_dtype.itemsize + spec.scales_tables)
     swaps = [swap for swap in plan_swaps(model) if swap.clustered]
     check_geometry(swaps, geometry)
     size = outcome.stored_size(layers, bits=bits, side_bits=lambda *shape: geometry.groups(*shape) * table_bits)
