@@ -160,10 +160,10 @@ class TrainingSettings:
     output: str = setting("out", "Directory for the compressed model.", OUTPUT, "--output", "-o")
     steps: int = setting(100, "Optimizer steps; 0 compresses without training.", TRAINING, minimum=0)
     learning_rate: float | None = setting(None, "Highest learning rate of weights, norms and biases; default: 2e-4, for "
-        "matrices whose root mean square is below 0.15 less in proportion.", TRAINING, "--learning-rate", "--lr",
+        "a matrix whose root mean square is below 0.15 less in proportion.", TRAINING, "--learning-rate", "--lr",
         positive=True, maximum=1e30)
-    lut_learning_rate: float | None = setting(None, "Highest learning rate of the lookup tables; default: 2e-4, where "
-        "the root mean square of their entries is below 0.25 less in proportion.", TRAINING, positive=True, maximum=1e30)
+    lut_learning_rate: float | None = setting(None, "Highest learning rate of the lookup tables; default: 2e-4, for "
+        "k entries whose root mean square is below k/32 less in proportion.", TRAINING, positive=True, maximum=1e30)
     warmup: float = setting(0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0,
         maximum=1)
     weight_decay: float = setting(0.0, "Weight decay of the compressed weights.", TRAINING, minimum=0)

@@ -13,39 +13,48 @@ from edkm_cli.train.optimizer import build_optimizer
 from helpers import cluster, tiny_llama
 
 
+def rates_of(model, config):
+    """(learning rate, decay) of each parameter that trains, by name; each is in one group."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = build_optimizer(model, config, World()).param_groups
+    found = [(names[id(p)], (group["lr"], group["weight_decay"])) for group in groups for p in group["params"]]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
 def test_only_clustered_weights_decay_and_tables_have_their_own_rate():
     model, _ = cluster(tiny_llama(bias=True))
     config = CompressConfig(learning_rate=1e-3, lut_learning_rate=1e-2, weight_decay=0.1)
-    weights, luts, other = build_optimizer(model, config, World()).param_groups
-    layers = clustered_layers(model).values()
-    assert {id(p) for p in weights["params"]} == {id(layer.weight) for layer in layers}
-    assert {id(p) for p in luts["params"]} == {id(layer.centroids) for layer in layers}
-    assert all(p.dim() == 1 for p in other["params"])  # norms and biases
-    assert other["params"]
-    assert [(group["lr"], group["weight_decay"]) for group in (weights, luts, other)] == [
-        (1e-3, 0.1), (1e-2, 0.0), (1e-3, 0.0),
-    ]  # fmt: skip
-    trained = {id(p) for p in model.parameters() if p.requires_grad}
-    assert {id(p) for group in (weights, luts, other) for p in group["params"]} == trained
+    rates = rates_of(model, config)
+    assert set(rates) == {name for name, p in model.named_parameters() if p.requires_grad}
+    for name in clustered_layers(model):
+        assert rates.pop(f"{name}.weight") == (1e-3, 0.1)
+        assert rates.pop(f"{name}.centroids") == (1e-2, 0.0)
+    assert rates
+    assert all(model.get_parameter(name).dim() == 1 for name in rates)  # norms and biases
+    assert set(rates.values()) == {(1e-3, 0.0)}
 
 
-def test_smaller_weights_and_entries_get_a_smaller_rate_by_default():
-    """A model whose weights are a tenth as large trains as fast, relative to them; norms are as large in all models."""
-    rates = []
-    for size in (1.0, 0.1):
-        model = tiny_llama(bias=True)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "proj.weight" in name:
-                    parameter.mul_(size * 0.4 / parameter.square().mean().sqrt())
-        model, _ = cluster(model)
-        rates.append([group["lr"] for group in build_optimizer(model, CompressConfig(), World()).param_groups])
-    assert rates[0] == [2e-4, 2e-4, 2e-4]
-    assert rates[1][0] == pytest.approx(2e-4 * 0.04 / 0.15, rel=0.01)
-    assert 1e-5 < rates[1][1] < 4e-5
-    assert rates[1][2] == 2e-4
-    given = build_optimizer(model, CompressConfig(learning_rate=1e-3, lut_learning_rate=1e-2), World())
-    assert [group["lr"] for group in given.param_groups] == [1e-3, 1e-2, 1e-3]  # as somebody said
+def test_each_matrix_has_the_rate_of_its_own_size_and_norms_keep_theirs():
+    """A matrix whose weights are a tenth as large trains as fast, relative to them, and more entries are nearer to one
+    another; norms are as large in all models."""
+    model = tiny_llama(bias=True)
+    small = "model.layers.1.mlp.down_proj"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj.weight" in name:
+                parameter.mul_((0.04 if small in name else 0.4) / parameter.square().mean().sqrt())
+    finer = "model.layers.0.self_attn.q_proj"
+    model, _ = cluster(model, mixed={"module_bits": {finer: 6}})
+    rates = {name: rate for name, (rate, _) in rates_of(model, CompressConfig()).items()}
+    assert rates.pop(f"{small}.weight") == pytest.approx(2e-4 * 0.04 / 0.15, rel=1e-3)
+    for name, entries in ((small, 8), (finer, 64)):
+        size = float(model.get_submodule(name).lut().square().mean().sqrt())
+        assert rates.pop(f"{name}.centroids") == pytest.approx(2e-4 * min(1, size / (entries / 32)), rel=1e-6)
+        assert size < entries / 32
+    assert set(rates.values()) == {2e-4}
+    given = rates_of(model, CompressConfig(learning_rate=1e-3, lut_learning_rate=1e-2))
+    assert {rate for rate, _ in given.values()} == {1e-3, 1e-2}  # as somebody said
 
 
 def test_the_rate_rises_linearly_then_falls_along_a_cosine():

@@ -222,7 +222,6 @@ class _Training:
         self._layers = clustered_layers(self.model)
         self._soft = any(layer.clustering.mode == "soft" for layer in self._layers.values())
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
-        self._peak = next(group["lr"] for group in self.optimizer.param_groups if group["params"])
         self._parts = Parts(self.model, whole=self.world.sharded)
         self.marshal = MarshalSavedTensors(keep=self.model.buffers()) if self.config.offload == "cpu" else None
 
@@ -255,7 +254,7 @@ class _Training:
             "loss": loss,
             **({"hard_loss": hard} if hard is not None else {}),
             "gradient_norm": norm,
-            "learning_rate": self._peak * factor,
+            "learning_rate": max(self._peaks) * factor,
             **({"temperature": temperature} if temperature is not None else {}),
             "tokens": (step + 1) * config.step_sequences(world.size) * config.sequence_length,
             "seconds": time.perf_counter() - start,

@@ -30,7 +30,8 @@ _MOMENT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 4, torch.fl
 _MASTER_BYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4, torch.float64: 0}
 _BETAS = (0.9, 0.95)
 _RATE = 2e-4  # of weights and entries that are as large as SmolLM2's, or more
-_USUAL_WEIGHT, _USUAL_ENTRY = 0.15, 0.25  # root mean squares, a little below SmolLM2's
+_USUAL_WEIGHT = 0.15  # root mean square, a little below SmolLM2's
+_USUAL_GAP = 0.25 / 8  # the same of a table by its entries: what training may move is a share of what rounding leaves
 _CHUNK = 2**22  # numbers worked on at a time, so that a step needs little memory of its own
 _HALF = 2**15
 
@@ -121,26 +122,22 @@ def _chunks(parameter: nn.Parameter, state: dict[str, Any]) -> Iterator[tuple[Te
 
 
 def parameter_groups(model: nn.Module, config: TrainingSettings) -> list[dict[str, Any]]:
-    """The optimizer's groups: clustered weights, or adapters, of a dense model its linears; LUT entries; and the
-    rest (norms, biases), which is not decayed."""
-    luts = {id(layer.centroids) for layer in lut_layers(model).values()}
+    """The optimizer's groups, one for each parameter, since each has its own size: clustered weights, or adapters, of a
+    dense model its linears; LUT entries; and the rest (norms, biases), which is not decayed."""
+    tables = {id(layer.centroids): layer for layer in lut_layers(model).values()}
     weights = {id(layer.weight) for layer in clustered_layers(model).values()}
     weights |= {id(parameter) for name, parameter in model.named_parameters() if ".lora_" in f".{name}"}
-    if not luts:  # a dense model, trained for comparison: what is clustered otherwise
+    if not tables:  # a dense model, trained for comparison: what is clustered otherwise
         weights |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    groups: dict[str, list[nn.Parameter]] = {"weights": [], "luts": [], "other": []}
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            kind = "luts" if id(parameter) in luts else "weights" if id(parameter) in weights else "other"
-            groups[kind].append(parameter)
-    tables = (layer.clustering.grid.tables(full(layer.centroids.detach())) for layer in lut_layers(model).values())
-    usual = config.learning_rate or _RATE * relative_size(groups["weights"])
-    of_luts = config.lut_learning_rate or _RATE * relative_size(tables, _USUAL_ENTRY)
-    return [
-        {"params": groups["weights"], "lr": usual, "weight_decay": config.weight_decay},
-        {"params": groups["luts"], "lr": of_luts, "weight_decay": 0.0},
-        {"params": groups["other"], "lr": config.learning_rate or _RATE, "weight_decay": 0.0},
-    ]
+    groups = []
+    for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+        rate, decay = config.learning_rate, config.weight_decay if id(parameter) in weights else 0.0
+        if layer := tables.get(id(parameter)):
+            entries = layer.clustering.grid.tables(full(parameter.detach()))
+            rate = config.lut_learning_rate or _RATE * relative_size([entries], _USUAL_GAP * entries.shape[1])
+        usual = relative_size([parameter]) if id(parameter) in weights else 1.0
+        groups.append({"params": [parameter], "lr": rate or _RATE * usual, "weight_decay": decay})
+    return groups
 
 
 def relative_size(tensors: Iterable[Tensor], usual: float = _USUAL_WEIGHT) -> float:
