@@ -98,6 +98,10 @@ def perplexity_rows(report: dict[str, Any]) -> list[list[str]]:
     if all("exported_over_dense" in text for text in texts):
         ratios = [f"{fixed(text['exported_over_dense'])}x" for text in texts]
         add("compressed by uncompressed, both trained", (("", ratio) for ratio in ratios))
+    stages = [text.get("stages", {}) for text in texts]
+    before = [next(iter(named.values()))["kl_per_token"] for named in stages if "trained" in named]
+    if len(before) == len(texts) and None not in before:
+        add("KL per token, not trained", ((f"{value:.4f}", "") for value in before))
     if all(text.get("kl_per_token") is not None for text in texts):
         add("KL per token", ((f"{text['kl_per_token']:.4f}", "") for text in texts))
         add("the same likeliest token", ((f"{100 * text['top1_agreement']:.1f}%", "") for text in texts))

@@ -96,6 +96,15 @@ def test_both_perplexities_and_their_ratio_are_told_everywhere(compared, model_d
     assert not (out / "checkpoints").exists()
 
 
+def test_the_distance_before_training_stands_beside_that_after(compared):
+    report, out, _ = compared
+    figures = [report["texts"][0]["stages"][stage]["kl_per_token"] for stage in ("start", "exported")]
+    for page in (summary("compress", report), (out / "README.md").read_text()):
+        lines = [line for line in page.splitlines() if "KL per token" in line]
+        for line, figure in zip(lines, figures, strict=True):
+            assert f"{figure:.4f}" in line
+
+
 def test_a_run_killed_in_the_dense_training_goes_on_there(compared, model_directory, text_file, tmp_path, monkeypatch):
     _, whole, config = compared
     cut = replace(config, output=str(tmp_path / "out"))
