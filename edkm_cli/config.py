@@ -163,7 +163,8 @@ class TrainingSettings:
         "a matrix whose root mean square is below 0.15 less in proportion.", TRAINING, "--learning-rate", "--lr",
         positive=True, maximum=1e30)
     lut_learning_rate: float | None = setting(None, "Highest learning rate of the lookup tables; default: 2e-4, for "
-        "k entries whose root mean square is below k/32 less in proportion.", TRAINING, positive=True, maximum=1e30)
+        "entries whose root mean square is below 0.25 (without labels k/32 of k) less in proportion.", TRAINING,
+        positive=True, maximum=1e30)
     warmup: float = setting(0.1, "Fraction of the steps in which the learning rate rises.", TRAINING, minimum=0,
         maximum=1)
     weight_decay: float = setting(0.0, "Weight decay of the compressed weights.", TRAINING, minimum=0)

@@ -35,9 +35,10 @@ def test_only_clustered_weights_decay_and_tables_have_their_own_rate():
     assert set(rates.values()) == {(1e-3, 0.0)}
 
 
-def test_each_matrix_has_the_rate_of_its_own_size_and_norms_keep_theirs():
-    """A matrix whose weights are a tenth as large trains as fast, relative to them, and more entries are nearer to one
-    another; norms are as large in all models."""
+@pytest.mark.parametrize("labels", [0.0, 1.0])
+def test_each_matrix_has_the_rate_of_its_own_size_and_norms_keep_theirs(labels):
+    """A matrix whose weights are a tenth as large trains as fast, relative to them, and more entries, which are nearer to
+    one another, are moved by less where no text is learned; norms are as large in all models."""
     model = tiny_llama(bias=True)
     small = "model.layers.1.mlp.down_proj"
     with torch.no_grad():
@@ -46,12 +47,13 @@ def test_each_matrix_has_the_rate_of_its_own_size_and_norms_keep_theirs():
                 parameter.mul_((0.04 if small in name else 0.4) / parameter.square().mean().sqrt())
     finer = "model.layers.0.self_attn.q_proj"
     model, _ = cluster(model, mixed={"module_bits": {finer: 6}})
-    rates = {name: rate for name, (rate, _) in rates_of(model, CompressConfig()).items()}
+    rates = {name: rate for name, (rate, _) in rates_of(model, CompressConfig(label_weight=labels)).items()}
     assert rates.pop(f"{small}.weight") == pytest.approx(2e-4 * 0.04 / 0.15, rel=1e-3)
     for name, entries in ((small, 8), (finer, 64)):
         size = float(model.get_submodule(name).lut().square().mean().sqrt())
-        assert rates.pop(f"{name}.centroids") == pytest.approx(2e-4 * min(1, size / (entries / 32)), rel=1e-6)
-        assert size < entries / 32
+        usual = 0.25 if labels else entries / 32
+        assert rates.pop(f"{name}.centroids") == pytest.approx(2e-4 * min(1, size / usual), rel=1e-6)
+        assert (size < usual) == (name == small or not labels)
     assert set(rates.values()) == {2e-4}
     given = rates_of(model, CompressConfig(learning_rate=1e-3, lut_learning_rate=1e-2))
     assert {rate for rate, _ in given.values()} == {1e-3, 1e-2}  # as somebody said

@@ -30,8 +30,7 @@ _MOMENT_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 4, torch.fl
 _MASTER_BYTES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4, torch.float64: 0}
 _BETAS = (0.9, 0.95)
 _RATE = 2e-4  # of weights and entries that are as large as SmolLM2's, or more
-_USUAL_WEIGHT = 0.15  # root mean square, a little below SmolLM2's
-_USUAL_GAP = 0.25 / 8  # the same of a table by its entries: what training may move is a share of what rounding leaves
+_USUAL_WEIGHT, _USUAL_ENTRY = 0.15, 0.25  # root mean squares, a little below SmolLM2's
 _CHUNK = 2**22  # numbers worked on at a time, so that a step needs little memory of its own
 _HALF = 2**15
 
@@ -134,9 +133,11 @@ def parameter_groups(model: nn.Module, config: TrainingSettings) -> list[dict[st
         rate, decay = config.learning_rate, config.weight_decay if id(parameter) in weights else 0.0
         if layer := tables.get(id(parameter)):
             entries = layer.clustering.grid.tables(full(parameter.detach()))
-            rate = config.lut_learning_rate or _RATE * relative_size([entries], _USUAL_GAP * entries.shape[1])
-        usual = relative_size([parameter]) if id(parameter) in weights else 1.0
-        groups.append({"params": [parameter], "lr": rate or _RATE * usual, "weight_decay": decay})
+            # Without a text to learn, a step is a share of what rounding leaves, which is less the more entries there are.
+            usual = _USUAL_ENTRY * (entries.shape[1] / 8 if config.label_weight == 0 else 1)
+            rate = config.lut_learning_rate or _RATE * relative_size([entries], usual)
+        size = relative_size([parameter]) if id(parameter) in weights else 1.0
+        groups.append({"params": [parameter], "lr": rate or _RATE * size, "weight_decay": decay})
     return groups
 
 
