@@ -128,17 +128,17 @@ def parameter_groups(model: nn.Module, config: TrainingSettings) -> list[dict[st
     weights |= {id(parameter) for name, parameter in model.named_parameters() if ".lora_" in f".{name}"}
     if not tables:  # a dense model, trained for comparison: what is clustered otherwise
         weights |= {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
-    groups = []
-    for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
-        rate, decay = config.learning_rate, config.weight_decay if id(parameter) in weights else 0.0
+
+    def rate(parameter: nn.Parameter) -> float:
         if layer := tables.get(id(parameter)):
-            entries = layer.clustering.grid.tables(full(parameter.detach()))
             # Without a text to learn, a step is a share of what rounding leaves, which is less the more entries there are.
-            usual = _USUAL_ENTRY * (entries.shape[1] / 8 if config.label_weight == 0 else 1)
-            rate = config.lut_learning_rate or _RATE * relative_size([entries], usual)
-        size = relative_size([parameter]) if id(parameter) in weights else 1.0
-        groups.append({"params": [parameter], "lr": rate or _RATE * size, "weight_decay": decay})
-    return groups
+            usual = _USUAL_ENTRY * (2**layer.clustering.bits / 8 if config.label_weight == 0 else 1)
+            entries = layer.clustering.grid.tables(full(parameter.detach()))
+            return config.lut_learning_rate or _RATE * relative_size([entries], usual)
+        return config.learning_rate or _RATE * (relative_size([parameter]) if id(parameter) in weights else 1.0)
+
+    trained, decay = [parameter for parameter in model.parameters() if parameter.requires_grad], config.weight_decay
+    return [{"params": [p], "lr": rate(p), "weight_decay": decay if id(p) in weights else 0.0} for p in trained]
 
 
 def relative_size(tensors: Iterable[Tensor], usual: float = _USUAL_WEIGHT) -> float:
